@@ -57,7 +57,7 @@ def test_counter_sees_products_in_float32_and_a_second_forward_pass(gpu_count: A
 
 
 # A token of a block: kB that kernels outside products move and that the forward pass keeps, and these kernels, at most.
-LIMITS = {"flash-base": (156, 30.1, 43), "flash-quad-base": (136, 27.8, 62)}
+LIMITS = {"flash-base": (104, 24.1, 37), "flash-quad-base": (93.5, 24.7, 60)}
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """Linear projections and embeddings with the initialisation of the paper, and the device and dtype of their parameters."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -105,16 +106,15 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_untouched(layer: nn.Module) -> bool:
     """Whether a linear map is an unmodified `Dense` without hooks, so that its weights may be used without calling it."""
-    if type(layer) is not Dense or has_hooks(layer):
-        return False
-    return type(layer.weight) is nn.Parameter and type(layer.bias) is nn.Parameter
+    plain = type(layer) is Dense and not has_hooks(layer)
+    return plain and type(layer.weight) is nn.Parameter and type(layer.bias) is nn.Parameter
 
 
 def apart(layer: nn.Module, x: Tensor, widths: list[int]) -> Sequence[Tensor]:
     """The projections that a layer computes together: [..., K] -> [..., width] each.
 
-    A compiler would join the gradients of the parts, and read them all again for that of the bias. So code that is compiled
-    for training projects by one part of the weights after the other, and the bias is the weight of a feature that is always 1.
+    A compiler would join the parts' gradients, and read them again for that of the bias. So code that is compiled for training
+    projects by one part of the weights after the other, and the bias is the weight of a feature that is always 1.
     """
     if not is_traced() or is_exporting() or not torch.is_grad_enabled() or not is_untouched(layer):
         parts: Sequence[Tensor] = layer(x).split(widths, -1)
@@ -129,8 +129,4 @@ def apart(layer: nn.Module, x: Tensor, widths: list[int]) -> Sequence[Tensor]:
 def reset_parts(module: nn.Module) -> None:
     """Initialise the parameters of all submodules of a module."""
     for part in module.children():
-        reset = getattr(part, "reset_parameters", None)
-        if reset is None:
-            reset_parts(part)
-        else:
-            reset()
+        (getattr(part, "reset_parameters", None) or partial(reset_parts, part))()

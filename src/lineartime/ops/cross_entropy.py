@@ -83,7 +83,7 @@ def _linear_cross_entropy(
             losses, d_logits = _losses(piece @ factor.T, targets[start : start + size], keep, fused)
             loss += losses.sum()
             if keep:
-                torch.mm(d_logits, factor, out=d_hidden[start : start + size])
+                d_hidden[start : start + size] = d_logits @ factor
                 d_weight += d_logits.T @ piece
     return loss, d_hidden, d_weight
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -231,8 +232,7 @@ def _attend_grid(
     if q_lin is not None and of_lin is not None and (not parts or not alone):
         read, summary = linear_part(grid.queries(q_lin), of_lin, values, grid, packing, options, state)
         parts.append(read)
-    parts = [grid.tokens(part) for part in parts]
-    out = sum(parts[1:], parts[0])
+    out = sum(map(grid.tokens, parts[1:]), grid.tokens(parts[0]))
     if state is None:
         return out, None
     maps = [x for x in (of_quad, None if k_lin is None else of_lin) if x is not None]
@@ -288,10 +288,8 @@ def quadratic_part(q: Tensor, k: Tensor, v: Tensor, grid: Grid, options: MixedCh
         bias = bias[torch.arange(size - 1, 2 * size - 1, device=q.device) - grid.query_slot[..., None]]
     # An empty slot of a bidirectional chunk has values of zero: only a softmax must hide it.
     hides = grid.causal or (options.activation in SOFTMAXES and not grid.is_full)
-    reach = size
-    if is_whole and grid.prefix is None:
-        reach = 0
-    elif is_whole and grid.prefix is not None and grid.causal and is_readable(grid.prefix):
+    reach = 0 if is_whole and grid.prefix is None else size
+    if is_whole and grid.prefix is not None and grid.causal and is_readable(grid.prefix):
         reach = min(size, int(grid.prefix.max()))
     return attend_blocks(q, k, v, grid.last, bias, options, reach=reach, hides=hides)
 
@@ -329,6 +327,12 @@ def linear_part(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend across chunks: [G, Q, s], [G, C, s], [G, C, e] -> [G, Q, e], and the summary of streams after all full chunks."""
     scales, exact, summary, read = options.scales, acc_dtype(v), None, None
+    if grid.slot is None and grid.prefix is None and state is None and packing.context is None and not is_traced():
+        q, k, v = (x.view(grid.end.shape[0], -1, *x.shape[1:]) for x in (q, k, v))
+        total = (k[:, :-1].mT @ v[:, :-1]).to(exact).cumsum(1)  # the first chunk reads nothing, and the last is not read
+        n = torch.arange(1, q.shape[1], device=q.device) * grid.size
+        read = q[:, 1:] @ (total * scales.sum(n.to(exact))[:, None, None]).to(q.dtype)
+        return F.pad(read, (0, 0, 0, 0, 1, 0)).flatten(0, 1), None
     sums = (k.mT @ v).to(exact)  # [G, s, e]
     earlier = None if state is None else state.summary
     if packing.context is not None:

@@ -134,7 +134,6 @@ class Grid:
         if self.chunks is not None:
             rows = x.reshape(self.end.shape[0], self.chunks, *x.shape[1:])
             if not is_exporting():
-                # In this order, the compiler has one kernel for all of it.
                 return F.pad(rows, (*[0, 0] * (x.dim() - 1), 1, -1)).cumsum(1).to(dtype or x.dtype).flatten(0, 1)
             return torch.cat([torch.zeros_like(rows[:, :1]), rows], 1).narrow(1, 0, self.chunks).cumsum(1).flatten(0, 1)
         if is_exporting():  # a program cannot count steps; an infinity reaches other documents there
