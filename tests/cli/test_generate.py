@@ -120,6 +120,7 @@ def test_missing_compiler_is_told_once(
     monkeypatch.setenv("LINEARTIME_NATIVE", "0")  # by which the user says it
     assert main(arguments) == 0
     assert "C++" not in capsys.readouterr().err
+    native_functions.cache_clear()
 
 
 def test_a_stop_text_ends_the_text_and_is_not_shown(folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:

@@ -117,8 +117,10 @@ class Grid:
             place = torch.arange(slots, device=x.device)
             rows = rows.index_select(1, place.clamp(max=length - 1))
             rows = torch.where((place < length).view(-1, *[1] * (x.dim() - 1)), rows, 0.0)
-        else:
-            rows = torch.cat([rows, rows.new_zeros(documents, slots - length, *x.shape[1:])], 1)  # F.pad writes twice
+        elif is_traced():  # which would be compiled again for no slots without a token
+            rows = F.pad(rows, (*[0, 0] * (x.dim() - 1), 0, slots - length))
+        else:  # F.pad writes twice
+            rows = torch.cat([rows, rows.new_zeros(documents, slots - length, *x.shape[1:])], 1)
         return rows.reshape(documents * self.chunks, self.size, *x.shape[1:])
 
     def sum_before(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
