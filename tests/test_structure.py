@@ -172,13 +172,13 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30750,
-    "all tests": 22750,
+    "all source": 30780,
+    "all tests": 22830,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
     "cli": 1340,
-    "data": 2940,
+    "data": 2970,
     "evaluation": 550,
     "experiments": 1840,
     "finetuning": 1400,

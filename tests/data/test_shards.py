@@ -25,6 +25,7 @@ from lineartime.data import (
     read_window,
     token_stream,
 )
+from lineartime.data import shards as shards_module
 from lineartime.data import tokens as tokens_module
 from lineartime.data.batches import unmarked
 from lineartime.data.folders import SPLITS
@@ -153,6 +154,60 @@ def test_columns_of_ids_are_read_from_save_to_disk_arrow_and_parquet(tmp_path: P
     assert read(tmp_path / "splits", tmp_path / "cache", "test") == [*chain(*IDS[:4])]
     with pytest.raises(LineartimeError, match="holds token ids, and not text: give the tokenizer"):
         list(load_corpus(tmp_path / "rows").documents("all"))
+
+
+def test_place_of_a_cut_ends_a_document(tmp_path: Path) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    for split in SPLITS:
+        stream = stream_of(tmp_path / "a.bin", tmp_path / "cache", split, raw_ids="uint16")
+        ends = (read_window(stream, 0, len(stream)) < 0).nonzero().flatten().tolist()
+        assert ends == ([len(stream) - 1] if split != "test" else [])  # where the file ends, its end tokens tell
+        assert stream.n_documents == 0
+        pair = stream_of(ASSETS / "megatron" / "uint16_text_document", tmp_path / "cache", split)
+        marked = read_window(pair, 0, len(pair))
+        assert marked[-1] < 0
+        assert pair.n_documents == int((marked < 0).sum())
+
+
+def test_limit_of_tokens_counts_the_documents_that_begin_before_it(tmp_path: Path) -> None:
+    corpus, total = load_corpus(ASSETS / "megatron" / "uint16_text_document"), sum(map(len, IDS))
+    for limit, n_documents, is_cut in ((len(IDS[0]), 1, True), (len(IDS[0]) + 1, 2, True), (total + 1, len(IDS), False)):
+        stream = token_stream(corpus, "all", BYTES, tmp_path, limit)
+        assert (stream.n_documents, stream.is_cut) == (n_documents, is_cut)
+
+
+def test_few_ids_beside_text_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("a text of words, again and again\n" * 50)
+    np.save(tmp_path / "text" / "labels.npy", np.arange(20))
+    corpus = load_corpus(tmp_path / "text")
+    assert "".join(chain.from_iterable(corpus.documents("all"))).startswith("a text of words")
+    assert any("labels.npy" in note for note in corpus.notes)
+
+
+def test_first_row_may_be_null_and_the_place_of_a_wrong_id_is_that_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "_ROWS", 2)
+    rows = pyarrow.table({"input_ids": pyarrow.array([None, [1, 2], [3], [4, 300]], pyarrow.list_(pyarrow.int64()))})
+    pyarrow.parquet.write_table(rows, tmp_path / "a.parquet")
+    with pytest.raises(LineartimeError, match=r"a\.parquet has the id 300 at token 4, but the vocabulary has 258"):
+        read(tmp_path / "a.parquet", tmp_path / "cache")
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, rows.schema) as writer:
+        writer.write_table(rows, 2)
+    with pytest.raises(LineartimeError, match=r"a\.arrow has the id 300 at token 4, but the vocabulary has 258"):
+        read(tmp_path / "a.arrow", tmp_path / "cache")
+
+
+def test_copy_of_ids_that_is_not_whole_is_made_again_or_to_be_deleted(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"input_ids": IDS}), tmp_path / "a.parquet")
+    expected = read(tmp_path / "a.parquet", tmp_path / "cache")
+    (copy,) = (tmp_path / "cache").glob("*.bin")
+    copy.unlink()
+    assert read(tmp_path / "a.parquet", tmp_path / "cache") == expected
+    copy.write_bytes(copy.read_bytes()[:-1])
+    with pytest.raises(LineartimeError, match=rf"{copy} is damaged or cut off: delete it to copy the ids of .*a.parquet again"):
+        read(tmp_path / "a.parquet", tmp_path / "cache")
 
 
 def test_documents_end_where_the_format_says_and_at_the_end_token(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from lineartime.models import CausalLM, MaskedLM
 from lineartime.runs import metrics as run_metrics
 from lineartime.runs.metrics import NullReporter
 from lineartime.runs.record import read_record
+from lineartime.training import saving
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Stop, Trainer, interrupts, train
 from lineartime.training.parallel import World, part_of
@@ -204,6 +205,19 @@ def test_auto_resume_takes_what_a_run_began_with_again(
         assert lineartime.train(**given, init_from="finished", auto_resume=True).finished
     with pytest.raises(ArgumentError, match=r"^init_from is other, but the run in second was started with .*finished"):
         lineartime.train(**given, init_from="other", auto_resume=True)
+
+
+def test_processes_that_torchrun_starts_again_resume_the_run_of_the_preset_of_the_recipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, asked = saving.complete({"recipe": "quick"}).run_directory, list[Path]()
+    assert run != saving.complete({}).run_directory
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not saving.complete({"recipe": "quick"}).resume  # before the first checkpoint
+    monkeypatch.setattr(saving, "list_checkpoints", lambda folder: [folder])
+    monkeypatch.setattr(saving, "_resumed", lambda folder, given: asked.append(folder))
+    saving.complete({"recipe": "quick"})
+    assert asked == [run]
 
 
 def test_too_many_infinite_steps_in_a_row_end_the_run_and_leave_a_good_checkpoint(config: MakeConfig) -> None:

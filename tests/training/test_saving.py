@@ -65,6 +65,15 @@ def test_failed_write_leaves_the_last_good_checkpoint(tmp_path: Path, monkeypatc
     lineartime.load(tmp_path)
 
 
+def test_any_failure_of_the_thread_that_writes_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(saving, "list_checkpoints", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        save(tmp_path, 1)
+
+
 KILLED_WHILE_WRITING = """
 import os, signal, sys
 from pathlib import Path

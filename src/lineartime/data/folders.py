@@ -339,8 +339,9 @@ class FilesOfText:
             files = sorted(self._chosen(path, path)) if path.is_dir() else [path]
             kinds = {file: kind for file in files if (kind := shard_kind(file, self.raw_ids))}
             sizes = {file: file.stat().st_size for file in files}
-            if set(kinds.values()) == {"WebDataset"} and 2 * sum(sizes[file] for file in kinds) < sum(sizes.values()):
-                kinds = {}  # an archive beside text
+            beside = {*kinds.values()} <= {"WebDataset", "NumPy", "Arrow"}  # which also stand beside text
+            if beside and 2 * sum(sizes[file] for file in kinds) < sum(sizes.values()):
+                kinds = {}
             files = self._shards(path, files, kinds) if kinds else [file for file in files if sizes[file]]
             parts = [FilePart(SourceFile(file, self.column, kinds.get(file, ""), self.raw_ids)) for file in files]
             judged = parts if path.is_dir() or path.suffix in IDS else []

@@ -84,8 +84,11 @@ class SourceFile:
     def has_ids(self) -> bool:
         """Whether the file holds token ids, which of a file with columns its first record tells."""
         if self.shard in ("Arrow", "MDS") or (self.format_suffix == ".parquet" and not self.is_compressed):
-            record: dict[str, Any] = next((record for _, record in read_records(self, self.columns)), {})
-            return isinstance(next((record[name] for name in self.columns if name in record), None), (bytes, list, np.ndarray))
+            values = (
+                next((record[name] for name in self.columns if name in record), "")
+                for _, record in read_records(self, self.columns)
+            )
+            return isinstance(next((value for value in values if value is not None), None), (bytes, list, np.ndarray))
         return bool(self.shard) and not self.has_records
 
     @property

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lineartime.data.readers import AGAIN, SourceFile, batches, column_of, damaged, read_records, reporting
 from lineartime.errors import LineartimeError, first_line, reporting_file_errors
-from lineartime.files import read_plain
+from lineartime.files import read_plain, remove_abandoned
 
 Ids = NDArray[np.integer[Any]]
 _FORMAT = 1  # part of the name of every copy: increase it when the same file would give other ids
@@ -47,14 +47,16 @@ class Piece(NamedTuple):
     ids: Ids  # [n]
     ends: NDArray[np.int64] | None = None  # [D], ascending: the ids up to the end of each document; None if only ids tell
     first: int = 0  # the place of the first one in the file
+    is_told: bool = True  # whether these are the ends of all documents
 
-    def part(self, start: int, stop: int) -> "Piece":
-        """The ids from `start` to `stop`."""
+    def part(self, start: int, stop: int, ends: bool) -> "Piece":
+        """The ids from `start` to `stop`, where a document is cut if it `ends` there."""
         cut = self._replace(ids=self.ids[start:stop], first=self.first + start)
         if self.ends is None:
-            return cut
+            return cut._replace(ends=np.array([stop - start]), is_told=False) if ends else cut
         low, high = np.searchsorted(self.ends, (start, stop), side="right")
-        return cut._replace(ends=self.ends[low:high] - start)
+        inside = self.ends[low:high] - start
+        return cut._replace(ends=np.append(inside, stop - start) if ends and (stop - start) not in inside[-1:] else inside)
 
 
 class Shards:
@@ -67,7 +69,15 @@ class Shards:
         self._pieces, self._vocab_size = [piece for piece in pieces if len(piece.ids)], vocab_size
         self._starts: list[int] = np.cumsum([0, *(len(piece.ids) for piece in self._pieces)]).tolist()
         self._length: int = min(self._starts[-1], limit or self._starts[-1])
-        self.n_documents = sum(len(piece.ends) for piece in self._pieces if piece.ends is not None)
+        told = all(piece.ends is not None and piece.is_told for piece in self._pieces)
+        self.n_documents = sum(map(self._begun, range(len(self._pieces)))) if told else 0
+
+    def _begun(self, index: int) -> int:
+        """How many documents of a piece begin before the limit."""
+        ends, limit = self._pieces[index].ends, self._length - self._starts[index]
+        if ends is None or limit <= 0:
+            return 0
+        return min(len(ends), int(np.searchsorted(ends, limit, side="left")) + 1)
 
     def __len__(self) -> int:
         return self._length
@@ -183,7 +193,9 @@ def _megatron(file: SourceFile) -> Iterator[Piece]:
         raise damaged(index, "it does not begin as an index of Megatron")
     _, version, code, n, n_documents = content[: _INDEX.itemsize].view(_INDEX)[0].tolist()
     if version != 1 or code not in _CODES:
-        raise LineartimeError(f"{index} has version {version} and dtype {code}, but must have version 1 and whole numbers.")
+        raise LineartimeError(
+            f"{index} has version {version} and dtype {code}, but must have version 1 and whole numbers: write it anew."
+        )
     bounds = np.cumsum([_INDEX.itemsize, 4 * n, 8 * n, 8 * n_documents]).tolist()
     if not 0 < n_documents <= len(content) or bounds[-1] > len(content):
         raise damaged(index, f"it states {n:,} sequences and {n_documents:,} ends, but has {len(content):,} bytes")
@@ -246,11 +258,14 @@ def _array(file: SourceFile) -> Iterator[Piece]:
     except (SyntaxError, TokenError, ValueError) as error:  # of a header that NumPy cannot parse
         raise damaged(file.path, first_line(error)) from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise LineartimeError(f"{file.path} has {ids.dtype} {list(ids.shape)}, but must have one row of whole numbers.")
+        raise LineartimeError(
+            f"{file.path} has {ids.dtype} {list(ids.shape)}, but must have one row of whole numbers: leave it out (`exclude`)."
+        )
     yield Piece(file.path, np.asarray(ids))
 
 
 def _table(file: SourceFile) -> Iterator[Piece]:
+    first = 0
     for batch in batches(file, _ROWS, file.columns):
         import pyarrow.compute
 
@@ -260,7 +275,8 @@ def _table(file: SourceFile) -> Iterator[Piece]:
             found = f'{file.path} has {rows.type} in "{name}"'
             raise LineartimeError(f"{found}, but must have lists of whole numbers without null: choose another column.")
         lengths = pyarrow.compute.list_value_length(rows).fill_null(0).to_numpy(zero_copy_only=False)
-        yield Piece(file.path, ids.to_numpy(), lengths.cumsum(dtype=np.int64))
+        yield Piece(file.path, ids.to_numpy(), lengths.cumsum(dtype=np.int64), first)
+        first += len(ids)
 
 
 def _mds(file: SourceFile) -> Iterator[Piece]:
@@ -290,12 +306,16 @@ def read_pieces(file: SourceFile, cache: Path) -> list[Piece]:
         return list(read(file))
     key = f"ids:{_FORMAT}:{file.path.resolve()}:{file.version}:{file.column}:{file.raw_ids}"
     copy = cache / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:20]}.bin"
-    if not copy.with_suffix(".idx").exists():
+    if not (copy.exists() and copy.with_suffix(".idx").exists()):
         with reporting_file_errors("write", copy):
             cache.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=cache) as folder:
+            remove_abandoned(cache, r"ids-\w+")
+            with TemporaryDirectory(dir=cache, prefix="ids-") as folder:
                 written = Path(folder, copy.name)
                 write_ids(written, "<i4", ((piece.ids, piece.ends) for piece in read(file) if piece.ends is not None))
                 written.replace(copy)
                 written.with_suffix(".idx").replace(copy.with_suffix(".idx"))
-    return [piece._replace(path=file.path) for piece in _megatron(replace(file, path=copy))]
+    try:
+        return [piece._replace(path=file.path) for piece in _megatron(replace(file, path=copy))]
+    except LineartimeError:
+        raise LineartimeError(f"{copy} is damaged or cut off: delete it to copy the ids of {file.path} again.") from None

@@ -70,7 +70,8 @@ def token_stream(
     name = corpus.name if split == "all" else f"the {split} split of {corpus.name}"
     if parts := _parts_of_ids(corpus, split):
         shards = Shards(chain.from_iterable(_pieces(part, Path(cache)) for part in parts), tokenizer.vocab_size, max_tokens)
-        return TokenStream(name, shards, 0, 0, shards.digest(), shards.n_documents, max_tokens is not None)
+        is_cut = max_tokens is not None and len(shards) >= max_tokens
+        return TokenStream(name, shards, 0, 0, shards.digest(), shards.n_documents, is_cut)
     key = "\n".join([str(_FORMAT), fingerprint(tokenizer), str(max_tokens), corpus.identity(split)])
     file = Path(cache) / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:20]}.tokens"
     about, dtype = file.with_suffix(".json"), np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
@@ -95,14 +96,18 @@ def _parts_of_ids(corpus: Corpus, split: Split) -> list[FilePart]:
 
 
 def _pieces(part: FilePart, cache: Path) -> Iterator[Piece]:
-    """The ids of a file, or of some splits of it, which are cut by position."""
+    """The ids of a file, or of some splits of it, which are cut by position: a document ends there."""
     pieces = read_pieces(part.file, cache)
+    if not part.splits:
+        yield from pieces
+        return
     firsts = np.cumsum([0, *(len(piece.ids) for piece in pieces)]).tolist()
     cuts = [round(share * firsts[-1]) for share in np.cumsum([0.0, *(SHARES[split] for split in SPLITS)])]
-    for start, stop in (cuts[place : place + 2] for place, split in enumerate(SPLITS) if split in (part.splits or SPLITS)):
+    for start, stop in (cuts[place : place + 2] for place, split in enumerate(SPLITS) if split in part.splits):
         for piece, first in zip(pieces, firsts, strict=False):
             if start < first + len(piece.ids) and first < stop:
-                yield piece.part(max(0, start - first), min(len(piece.ids), stop - first))
+                last = min(len(piece.ids), stop - first)
+                yield piece.part(max(0, start - first), last, ends=first + last == stop < firsts[-1])
 
 
 def write_shard(stream: TokenStream, tokenizer: Tokenizer, folder: Path, split: Split, kind: ShardKind) -> Path:

@@ -64,8 +64,8 @@ def complete(given: Mapping[str, Any]) -> TrainConfig:
         name = "init_from" if config.recipe is None else "recipe"
         raise ArgumentError(name, "starts a new run, and cannot be combined with `resume`: use one of them.")
     again = config.auto_resume or read_environment().torchelastic_restart_count > 0  # torchrun has replaced a lost process
-    if config.resume or (again and list_checkpoints(run)):
-        return _resumed(config, given)
+    if config.resume:
+        return _resumed(run, given)
     defaults = TrainConfig()
     if config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
         defaults = recipe_config(config.recipe, config.preset if "preset" in given else None)
@@ -83,7 +83,8 @@ def complete(given: Mapping[str, Any]) -> TrainConfig:
             model["override"] = ()
         defaults = dataclasses.replace(defaults, **model, tokenizer=str(start))
         given = {**given, "init_from": start}
-    return _applied(defaults, given)
+    asked = _applied(defaults, given)
+    return _resumed(asked.run_directory, given) if again and list_checkpoints(asked.run_directory) else asked
 
 
 def _applied(defaults: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
@@ -92,10 +93,12 @@ def _applied(defaults: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     return dataclasses.replace(asked, override=merged_override(defaults.override, asked.override))
 
 
-def _resumed(config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+def _resumed(run: Path, given: Mapping[str, Any]) -> TrainConfig:
     """The options with which a run was started, and those given now that may differ. Raises ArgumentError for others."""
-    run = config.run_directory  # it may depend on other options, which need not be given again
-    last = checkpoints.last_checkpoint(run)
+    try:
+        last = checkpoints.last_checkpoint(run)
+    except NoCheckpointError as error:
+        raise ArgumentError("out", f"is {run}, which {error.problem}: give the folder of the run to resume.") from None
     started = saved_config(last)
     asked = dataclasses.replace(_applied(started, given), out=run, resume=True)
     for name in given:
@@ -180,8 +183,8 @@ class CheckpointWriter:
     def _write(self, weights: dict[str, Tensor], moments: dict[str, Tensor], state: TrainingState) -> None:
         target = checkpoint_path(self._run, state.step)
         partial = partial_path(target)
-        then = "resume the run with `resume=True`" if list_checkpoints(self._run) else "train again"
         try:
+            then = "resume the run with `resume=True`" if list_checkpoints(self._run) else "train again"
             with reporting_file_errors("write", f"the checkpoint {target}", then):
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
