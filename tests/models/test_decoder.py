@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.definitions import noisy
 from torch import nn
 
 from lineartime.errors import ArgumentError
@@ -24,10 +25,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 def model_of(dtype: torch.dtype = torch.float64, **options: Any) -> CausalLM:
     torch.manual_seed(0)
-    model: CausalLM = build("flash-tiny", **{**SIZES, **options}).eval().to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    model: CausalLM = noisy(build("flash-tiny", **{**SIZES, **options}).eval().to(dtype), 0.2)
     return model
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,10 @@ import lineartime
 from lineartime.checkpoint import last_checkpoint, list_checkpoints, read_validation_loss
 from lineartime.errors import LineartimeError
 from lineartime.runs.record import last_error, read_record
-from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 from lineartime.training.parallel import Environment, read_environment
 
-MakeConfig = Callable[..., TrainConfig]
-Launch = Callable[..., Any]
-
+from .conftest import Launch, MakeConfig
 
 pytestmark = pytest.mark.slow
 
@@ -42,9 +38,8 @@ def assert_same_run(run: Path, expected: Path) -> None:
             found = {step: loss for step, loss in found.items() if step in wanted}
         assert found.keys() == wanted.keys()
         assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5), name
-    weights = lineartime.load(last_checkpoint(run)).state_dict()
-    for name, weight in lineartime.load(last_checkpoint(expected)).state_dict().items():
-        torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-4)
+    weights = (lineartime.load(last_checkpoint(each)).state_dict() for each in (run, expected))
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
