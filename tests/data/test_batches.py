@@ -61,9 +61,7 @@ def test_a_masked_row_is_framed_and_packed_or_causal_ones_are_not() -> None:
     assert selected.any()
     assert {(first, last) for first, last in row.inputs[:, [0, -1]].tolist()} == {tokenizer.frame}
     for task, packed in (("mlm", True), ("clm", False), ("prefix-lm", False)):
-        assert evaluation_batch(task, windows, tokenizer, range(50), packed=packed).inputs.shape[1] * (
-            50 if not packed else 1
-        ) == (32 * 50)
+        assert evaluation_batch(task, windows, tokenizer, range(50), packed=packed).inputs.numel() == 32 * 50
         assert text_length(34, task, tokenizer, packed) == 34
     with pytest.raises(ArgumentError, match=r"^context_length is 2, but must be at least 3"):
         text_length(2, "mlm", tokenizer)

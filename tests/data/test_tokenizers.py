@@ -5,7 +5,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from lineartime.data import ByteTokenizer, JsonTokenizer, read_tokenizer
+from lineartime.data import ByteTokenizer, JsonTokenizer
 from lineartime.data.tokenizers import Tokenizer, named_tokenizer
 from lineartime.errors import LineartimeError
 
@@ -92,15 +92,6 @@ def test_a_vocabulary_with_gaps_is_as_large_as_its_highest_id() -> None:
     assert (tokenizer.end_of_document, tokenizer.mask, tokenizer.vocab_size) == (8, 9, 10)
     with pytest.raises(LineartimeError, match=r"The tokenizer gaps.json cannot encode the text \(.*Missing"):
         tokenizer.encode("c")
-
-
-def test_files_that_are_no_tokenizer_are_named(tmp_path: Path) -> None:
-    for content in (b"{}", b"\xff\xfe"):
-        (tmp_path / "wrong.json").write_bytes(content)
-        with pytest.raises(LineartimeError, match="is not a tokenizer file"):
-            read_tokenizer(tmp_path / "wrong.json")
-    with pytest.raises(LineartimeError, match=r"Cannot read .*No such file"):
-        read_tokenizer(tmp_path / "missing.json")
 
 
 def test_a_tokenizer_of_the_hub_that_was_seen_needs_no_network_and_another_is_named(

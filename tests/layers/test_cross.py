@@ -1,12 +1,11 @@
 """The gated attention unit that reads another sequence."""
 
-import zlib
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.definitions import cross_attention_oracle
+from tests.definitions import cross_attention_oracle, noisy
 from torch import Tensor
 
 from lineartime.layers.cross import CrossGAU
@@ -14,13 +13,7 @@ from lineartime.layers.cross import CrossGAU
 
 def make_layer(**arguments: Any) -> CrossGAU:
     """A layer of width 8 whose parameters all matter."""
-    layer = CrossGAU(8, **{"d_qk": 4, **arguments}).double()
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            first = parameter.flatten()[0]
-            centre = first if bool((parameter == first).all()) else torch.zeros((), dtype=torch.float64)
-            parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    layer: CrossGAU = noisy(CrossGAU(8, **{"d_qk": 4, **arguments}).double())
     return layer
 
 

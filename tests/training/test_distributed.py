@@ -243,14 +243,18 @@ if os.environ["RANK"] == "1":
     assert processes.wait(120) == [0, 0], processes.errors()
 
 
+def steps_of(run: Path) -> list[int]:
+    """The steps on record."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("\n")]
+
+
 def wait_for_step(run: Path, step: int) -> None:
-    """Wait until that step, or the first checkpoint, is on record."""
+    """Wait until that step and a checkpoint are on record."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        file = run / "metrics.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
-        if max(steps, default=0) >= step and list_checkpoints(run):
+        if max(steps_of(run), default=0) >= step and list_checkpoints(run):
             return
         time.sleep(0.01)
     raise AssertionError(f"{run} did not come to step {step}")
@@ -295,13 +299,6 @@ def take_or_die(self, report, stop):
 Trainer.take_step = take_or_die
 sys.exit(main(sys.argv[1:]))
 """
-
-
-def steps_of(run: Path) -> list[int]:
-    """The steps on record."""
-    file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("\n")]
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
