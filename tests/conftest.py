@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from hypothesis import settings
-from torch import Tensor
 
 if TYPE_CHECKING:
     from lineartime.data import JsonTokenizer
@@ -176,6 +175,8 @@ def tiny() -> "Callable[..., Any]":
 
     With `noise`, its weights are far from their small initial values, so that all of them matter.
     """
+    from tests.definitions import noisy
+
     import lineartime
     from lineartime.models.systems import resolve
 
@@ -183,10 +184,7 @@ def tiny() -> "Callable[..., Any]":
         options = resolve(f"{system}-tiny", task).mixer.options
         small = {name: value for name, value in SMALL.items() if name in options}
         model = lineartime.build(f"{system}-tiny", task, **{"d_model": 16, "n_blocks": 2, **small, **overrides})
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(noise * torch.randn_like(parameter))
-        return model
+        return noisy(model, noise)
 
     return build
 
@@ -228,22 +226,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(whole: Path, tmp_path: Path) -> Path:
     """A copy of the finished run."""
     return Path(shutil.copytree(whole, tmp_path / "finished"))
-
-
-@pytest.fixture
-def assert_same_function() -> Callable[..., None]:
-    """`assert_same_function(fast, oracle, *inputs)`: in float64, values and all gradients agree to 1e-10."""
-
-    def check(fast: Callable[..., Tensor], oracle: Callable[..., Tensor], *inputs: Tensor) -> None:
-        inputs = tuple(x.double().detach().requires_grad_() for x in inputs)
-        outputs = fast(*inputs), oracle(*inputs)
-        torch.testing.assert_close(*outputs, atol=1e-10, rtol=0)
-        direction = torch.randn_like(outputs[0])
-        gradients = [torch.autograd.grad((out * direction).sum(), inputs, materialize_grads=True) for out in outputs]
-        for fast_gradient, exact in zip(*gradients, strict=True):
-            torch.testing.assert_close(fast_gradient, exact, atol=1e-10, rtol=0)
-
-    return check
 
 
 @pytest.fixture

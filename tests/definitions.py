@@ -1,11 +1,48 @@
-"""The definition of attention in ops/oracle.py, for rows of tokens, [B, T, s] and [B, T, e], with the divisors "count"."""
+"""The definition of attention in ops/oracle.py, for rows [B, T, s] and [B, T, e], with the divisors "count"; comparisons."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lineartime.ops import MixedChunkOptions, Scales, oracle
 from lineartime.ops.activations import Activation
 from lineartime.ops.mixed_chunk import reciprocal
+
+
+def assert_same_function(fast: Callable[..., Tensor], oracle: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """In float64, values and all gradients agree to 1e-10."""
+    inputs = tuple(x.double().detach().requires_grad_() for x in inputs)
+    outputs = fast(*inputs), oracle(*inputs)
+    torch.testing.assert_close(*outputs, atol=1e-10, rtol=0)
+    direction = torch.randn_like(outputs[0])
+    gradients = [torch.autograd.grad((out * direction).sum(), inputs, materialize_grads=True) for out in outputs]
+    torch.testing.assert_close(*gradients, atol=1e-10, rtol=0)
+
+
+def noisy(module: nn.Module, size: float = 0.3) -> Any:
+    """The module with noise on all its parameters, so that everything in it has a say."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(size * torch.randn_like(parameter))
+    return module
+
+
+def assert_drawn_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], given: Collection[str] = ()) -> None:
+    """Constants and tensors that are `given` are equal; others are drawn anew with the same mean and standard deviation."""
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        other = expected[name]
+        if (other == other.flatten()[0]).all() or name in given:
+            assert torch.equal(tensor, other), name
+            continue
+        assert not torch.equal(tensor, other), name
+        if tensor.is_floating_point():  # and no seeds
+            few = 4 / tensor.numel() ** 0.5
+            torch.testing.assert_close(tensor.std(), other.std(), rtol=few, atol=0, msg=name)
+            assert tensor.std() > 0.1 * other.std(), name
+            assert abs(tensor.mean()) <= few * tensor.std(), name
 
 
 def quadratic(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, bias: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from tests.definitions import noisy
 from tests.layers.test_mixer_contract import CASES, D_MODEL
 from tests.layers.test_mixer_contract import build as layer_of
 from torch import Tensor, nn
@@ -49,11 +50,7 @@ assert "lineartime" not in sys.modules
 
 def build(preset: str, **overrides: object) -> Any:
     torch.manual_seed(0)
-    model = lineartime.build(preset, **{**SMALL, **overrides}).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    return noisy(lineartime.build(preset, **{**SMALL, **overrides}).eval(), 0.2)
 
 
 def flash(**overrides: object) -> CausalLM:

@@ -33,10 +33,8 @@ def processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str]
     return file.write_text  # type: ignore[return-value]
 
 
-X86, ARM = (
-    "processor\t: 0\nmodel name\t: Fast: CPU\nflags\t\t: fpu avx512f avx512_bf16 amx_bf16\n",
-    "Features : asimd bf16 i8mm\n",
-)
+X86 = "processor\t: 0\nmodel name\t: Fast: CPU\nflags\t\t: fpu avx512f avx512_bf16 amx_bf16\n"
+ARM = "Features : asimd bf16 i8mm\n"
 INTEL, AMD = "vendor_id\t: GenuineIntel\n", "vendor_id\t: AuthenticAMD\n"
 SLOW_UNITS = "without AMX, the processor's units for bf16 (avx512_bf16) are slower than those for fp32"
 

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tests.peers.packages import PACKAGES
 
 import lineartime
 from lineartime.cli import COMMANDS, options_of, parse
@@ -97,6 +98,14 @@ def test_tree_names_every_package() -> None:
     assert len(packages) >= 6
     for package in packages:
         assert f"{package}/" in text, package
+
+
+def test_extras_hold_the_packages_that_are_compared_with_and_dev_has_all_of_them() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    extras = dict(re.findall(r"^(peers|others|dev) = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL))
+    required = re.findall(r'"([\w-]+)[=>]=', extras["peers"] + extras["others"])
+    assert sorted(required, key=str.lower) == sorted(PACKAGES.values(), key=str.lower)
+    assert re.search(r'"lineartime\[.*\bpeers,others\b.*\]"', extras["dev"])
 
 
 def test_make_has_the_targets_that_are_named() -> None:

@@ -24,8 +24,7 @@ def test_saved_model_is_the_same_when_loaded(tiny: Tiny, tmp_path: Path) -> None
     loaded = lineartime.load(str(folder))
     assert loaded.config == model.config
     assert not loaded.training
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert lineartime.load_tokenizer(folder).to_json() == TOKENIZER.to_json()
     assert [path.name for path in folder.parent.iterdir()] == ["model"]  # nothing half written
 
@@ -104,8 +103,7 @@ def test_model_is_loaded_in_float32_whatever_the_default_dtype_is(tiny: Tiny, tm
         loaded = lineartime.load(tmp_path / "model")
     finally:
         torch.set_default_dtype(torch.float32)
-    for name, weight in loaded.state_dict().items():
-        assert torch.equal(weight, model.state_dict()[name]), name
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_model_whose_blocks_share_weights_is_saved_with_a_copy_for_each(tmp_path: Path) -> None:

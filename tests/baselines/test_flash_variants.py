@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.definitions import assert_same_function, noisy
 from tests.pairs import every_pair
 from torch import Tensor
 
@@ -23,16 +24,23 @@ def one_document(v: Tensor) -> Packing:
     return describe((1, len(v)), device=v.device)
 
 
-def quadratic_part(layer: FLASH) -> Callable[..., Tensor]:
-    """The quadratic part of a layer for one document: [T, s], [T, s], [T, e] -> [T, e]."""
-    return lambda q, k, v: layer.attend([q, k, 0 * q, k], v, one_document(v), None)[0]
+def attended(layer: FLASH) -> Callable[..., Tensor]:
+    """The attention of a layer for one document, of quadratic and linear queries and keys, and values."""
+    return lambda *inputs: layer.attend(inputs[:-1], inputs[-1], one_document(inputs[-1]), None)[0]
+
+
+def part_of_flash(layer: FLASH, v: Tensor, near: Any = (None, None), far: Any = (None, None)) -> Tensor:
+    """The definition of one part of FLASH, of its queries and keys."""
+    return oracle.of_document(*near, *far, v, layer.options(one_document(v)))
+
+
+def inputs_of(length: int) -> list[Tensor]:
+    return [torch.randn(length, width) for width in (4, 4, 4, 4, 5)]
 
 
 @lengths
 def test_causal_flash_with_one_chunk_is_a_gau(length: int) -> None:
-    flash = FLASH(8, d_qk=4, chunk_size=17, causal=True).double()
-    for parameter in flash.parameters():
-        parameter.data.add_(0.3 * torch.randn_like(parameter))
+    flash = noisy(FLASH(8, d_qk=4, chunk_size=17, causal=True).double())
     gau = GAU(8, d_qk=4, causal=True, max_length=17).double()
     gau.load_state_dict({**flash.state_dict(), "gamma": flash.gamma[:2], "beta": flash.beta[:2]})
     x = torch.randn(2, length, 8, dtype=torch.float64)
@@ -40,27 +48,26 @@ def test_causal_flash_with_one_chunk_is_a_gau(length: int) -> None:
 
 
 @every_pair(causal=[False, True], length=LENGTHS, activation=["relu2", "softmax"])
-def test_overlapping_attention_is_the_definition(
-    causal: bool, length: int, activation: Any, assert_same_function: Callable[..., None]
-) -> None:
-    layer = FLASHOverlapping(8, d_qk=4, chunk_size=CHUNK, causal=causal, activation=activation).double()
-    assert layer.bias is not None
+def test_overlapping_attention_is_the_definition(causal: bool, length: int, activation: Any) -> None:
+    layer = noisy(FLASHOverlapping(8, d_qk=4, chunk_size=CHUNK, causal=causal, activation=activation).double())
     bias = layer.bias(2 * CHUNK)
 
-    def oracle(*qkv: Tensor) -> Tensor:
-        return variants.flash_overlapping_oracle(*qkv, bias, chunk_size=CHUNK, causal=causal, activation=activation)
+    def definition(q: Tensor, k: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor) -> Tensor:
+        near = variants.flash_overlapping_oracle(q, k, v, bias, chunk_size=CHUNK, causal=causal, activation=activation)
+        return near + part_of_flash(layer, v, far=(q_lin, k_lin))
 
-    assert_same_function(quadratic_part(layer), oracle, *(torch.randn(length, width) for width in (4, 4, 5)))
+    assert_same_function(attended(layer), definition, *inputs_of(length))
 
 
 @every_pair(causal=[False, True], length=LENGTHS)
-def test_weighted_summaries_are_the_definition(causal: bool, length: int, assert_same_function: Callable[..., None]) -> None:
-    layer = FLASHWeighted(8, d_qk=4, chunk_size=CHUNK, causal=causal)
-    assert_same_function(
-        lambda q, k, v: layer.attend_across(q, k, v, one_document(v), None)[0],
-        lambda q, k, v: variants.flash_weighted_oracle(q, k, v, chunk_size=CHUNK, causal=causal),
-        *(2 * torch.randn(length, width) for width in (4, 4, 5)),
-    )
+def test_weighted_summaries_are_the_definition(causal: bool, length: int) -> None:
+    layer = noisy(FLASHWeighted(8, d_qk=4, chunk_size=CHUNK, causal=causal).double())
+
+    def definition(q: Tensor, k: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor) -> Tensor:
+        far = variants.flash_weighted_oracle(q_lin, k_lin, v, chunk_size=CHUNK, causal=causal)
+        return far + part_of_flash(layer, v, near=(q, k))
+
+    assert_same_function(attended(layer), definition, *(2 * x for x in inputs_of(length)))
 
 
 @directions
@@ -85,38 +92,31 @@ def test_published_divisor_of_summaries_counts_a_chunk_as_full() -> None:
 
 @pytest.mark.parametrize("variant", [FLASHCLS, FLASHFirstToAll])
 @lengths
-def test_first_tokens_attend_with_softmax_and_others_as_before(
-    length: int, variant: type[FLASH], assert_same_function: Callable[..., None]
-) -> None:
-    layer = variant(8, d_qk=4, chunk_size=CHUNK).double()
-    assert layer.bias is not None
+def test_first_tokens_attend_with_softmax_and_others_as_before(length: int, variant: type[FLASH]) -> None:
+    layer = noisy(variant(8, d_qk=4, chunk_size=CHUNK).double())
     bias = layer.bias(CHUNK)
 
-    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = oracle.of_document(q, k, None, None, v, layer.options(one_document(v)))
+    def definition(q: Tensor, k: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor) -> Tensor:
+        near = part_of_flash(layer, v, near=(q, k))
         if variant is FLASHCLS:
             changed = variants.flash_cls_oracle(q, k, v, bias, chunk_size=CHUNK)
         else:
             changed = variants.flash_first_to_all_oracle(q, k, v, chunk_size=CHUNK)
-        return torch.stack([changed.get(t, out[t]) for t in range(length)])
+        return torch.stack([changed.get(t, near[t]) for t in range(length)]) + part_of_flash(layer, v, far=(q_lin, k_lin))
 
-    assert_same_function(quadratic_part(layer), definition, *(torch.randn(length, width) for width in (4, 4, 5)))
+    assert_same_function(attended(layer), definition, *inputs_of(length))
 
 
 @every_pair(variant=[FLASHLocal, FLASHGlobal], causal=[False, True], length=LENGTHS, normalization=["count", "paper"])
 def test_each_part_alone_is_the_definition_without_the_other(
-    variant: Any, causal: bool, length: int, normalization: str, assert_same_function: Callable[..., None]
+    variant: Any, causal: bool, length: int, normalization: str
 ) -> None:
-    layer = variant(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double()
+    layer = noisy(variant(8, d_qk=4, chunk_size=CHUNK, causal=causal, normalization=normalization).double())
 
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        maps = (q, k, None, None) if variant is FLASHLocal else (None, None, q, k)
-        return oracle.of_document(*maps, v, layer.options(one_document(v)))
+        return part_of_flash(layer, v, **{"near" if variant is FLASHLocal else "far": (q, k)})
 
-    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.as_tensor(layer.attend([q, k], v, one_document(v), None)[0])
-
-    assert_same_function(alone, definition, *(torch.randn(length, width) for width in (4, 4, 5)))
+    assert_same_function(attended(layer), definition, *inputs_of(length)[2:])
 
 
 @pytest.mark.parametrize("variant", [FLASHOverlapping, FLASHWeighted, FLASHFirstToAll, FLASHCLS, FLASHLocal])

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests import definitions
+from tests.definitions import assert_same_function, noisy
 from torch import Tensor
 
 from lineartime.baselines import GAUMultiHead, GAUUngated, MHSAGated, MHSARelu2
@@ -17,14 +18,6 @@ POSITIONS = torch.arange(7)
 X = torch.randn(2, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def prepared(layer: Any) -> Any:
-    """A layer far from silent, in float64."""
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return layer.double()
-
-
 def gau(layer: Any, x: Tensor) -> Tensor:
     """The formula of a GAU with two heads, or with one and without a gate."""
     projected = F.silu(layer.to_gate_value_base(layer.norm(x)))
@@ -33,7 +26,7 @@ def gau(layer: Any, x: Tensor) -> Tensor:
     for h in range(layer.n_heads):
         part = slice(width * h, width * (h + 1))
         q, k = (rope(z[..., part] * layer.gamma[m, part] + layer.beta[m, part], POSITIONS) for m in range(2))
-        heads.append(definitions.quadratic(q, k, v[..., e * h : e * (h + 1)], causal=layer.causal))
+        heads.append(definitions.quadratic(q, k, v[..., e * h : e * (h + 1)], causal=layer.causal, bias=layer.bias(7)))
     attended = torch.cat(heads, -1)
     return torch.as_tensor(layer.to_output(u * attended if layer.n_heads == 2 else attended))
 
@@ -54,8 +47,8 @@ def gated(layer: Any, x: Tensor) -> Tensor:
 
 
 ROWS: list[tuple[Any, dict[str, Any], Callable[[Any, Tensor], Tensor]]] = [
-    (GAUMultiHead, {"n_heads": 2, "d_qk": 8, "relative_bias": False}, gau),
-    (GAUUngated, {"d_qk": 8, "relative_bias": False}, gau),
+    (GAUMultiHead, {"n_heads": 2, "d_qk": 8}, gau),
+    (GAUUngated, {"d_qk": 8}, gau),
     (MHSARelu2, {"n_heads": 2}, relu2),
     (MHSAGated, {"n_heads": 2}, gated),
 ]
@@ -63,15 +56,13 @@ ROWS: list[tuple[Any, dict[str, Any], Callable[[Any, Tensor], Tensor]]] = [
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("mixer", "options", "formula"), ROWS)
-def test_ablation_is_its_formula(
-    mixer: Any, options: dict[str, Any], formula: Any, causal: bool, assert_same_function: Callable[..., None]
-) -> None:
-    layer = prepared(mixer(16, causal=causal, **options))
+def test_ablation_is_its_formula(mixer: Any, options: dict[str, Any], formula: Any, causal: bool) -> None:
+    layer = noisy(mixer(16, causal=causal, **options)).double()
     assert_same_function(layer, lambda x: x + formula(layer, x), X)
 
 
 def test_one_head_of_a_gau_is_a_gau_and_four_cost_no_parameters() -> None:
-    layer = prepared(GAUMultiHead(16, n_heads=1, d_qk=8))
+    layer = noisy(GAUMultiHead(16, n_heads=1, d_qk=8)).double()
     plain = GAU(16, d_qk=8).double()
     plain.load_state_dict(layer.state_dict())
     torch.testing.assert_close(layer(X), plain(X), atol=1e-10, rtol=0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.definitions import assert_same_function
 from tests.pairs import every_pair
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -68,9 +69,7 @@ def test_performer_with_matmul_sums_forms_all_products_and_none_with_prefix_sums
 
 
 @every_pair(causal=[False, True], length=[1, 5, 130])
-def test_efficient_attention_with_rotated_features_is_the_definition(
-    causal: bool, length: int, assert_same_function: Callable[..., None]
-) -> None:
+def test_efficient_attention_with_rotated_features_is_the_definition(causal: bool, length: int) -> None:
     layer = Efficient(4, n_heads=1, causal=causal, rotated="features")
     packing = describe((1, length), device=torch.device("cpu"))
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.definitions import noisy
 from torch import Tensor
 
 from lineartime.baselines import GLA, RWKV7, DeltaNet, GatedDeltaNet, LaCT, Mamba2, RetNet, linear_models
@@ -40,8 +41,7 @@ def test_every_form_is_the_definition(per_feature: bool, delta: bool) -> None:
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
         direction, inputs = torch.randn_like(expected), [x.q, x.k, x.v, x.g]
         gradients = [torch.autograd.grad((out * direction).sum(), inputs, retain_graph=True) for out in (expected, found)]
-        for one, other in zip(*gradients, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-9)
+        torch.testing.assert_close(*gradients, atol=1e-11, rtol=1e-9)
         with torch.no_grad():
             rows = [recurrence_step(x.map(lambda each, t=t: each[t : t + 1]), start) for t in range(length)]
         torch.testing.assert_close(torch.cat(rows), expected, atol=1e-12, rtol=1e-10)
@@ -142,9 +142,7 @@ ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
 @torch.no_grad()
 def test_head_computes_what_its_paper_defines(mixer: Any, options: dict[str, Any], definition: Definition) -> None:
     torch.manual_seed(0)
-    layer: Any = mixer(D_MODEL, n_heads=HEADS, **options).double()
-    for parameter in layer.parameters():
-        parameter.add_(0.3 * torch.randn_like(parameter))
+    layer: Any = noisy(mixer(D_MODEL, n_heads=HEADS, **options).double())
     x = torch.randn(1, LENGTH, D_MODEL, dtype=torch.float64)
     packing, normed = layer.describe(x.shape, device=x.device), layer.before(x)[0]
     own = layer.remember(normed)
@@ -187,9 +185,7 @@ def test_rwkv7_starts_by_depth_as_its_authors() -> None:
 def test_networks_of_lact_descend_as_autograd_says() -> None:
     torch.manual_seed(0)
     size, width = 4, D_MODEL // HEADS
-    layer = LaCT(D_MODEL, chunk_size=size, n_nets=HEADS, n_heads=2).double()
-    for parameter in layer.parameters():
-        parameter.add_(0.3 * torch.randn_like(parameter))
+    layer = noisy(LaCT(D_MODEL, chunk_size=size, n_nets=HEADS, n_heads=2).double())
     for length in (1, 4, 15):
         _, fast, _ = layer.split_maps(torch.randn(length, D_MODEL, dtype=torch.float64))
         found, _ = layer.read_fast(fast.transpose(0, 1)[None], 0, None)

@@ -1,17 +1,23 @@
-"""Commands that convert, export, fill and list: what they print, and what they refuse."""
+"""Commands that convert, export, fill, inspect, fine-tune and reproduce: what they print, and what they refuse."""
 
 import json
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
 import pytest
 
+import lineartime
 from lineartime.cli import main
+from lineartime.data.tokenizers import ByteTokenizer
+from lineartime.experiments import command
+from lineartime.experiments.config import ReproduceConfig
 
-Fails = Callable[..., None]
+from .conftest import Fails
 
 
-def test_a_run_is_converted_there_and_back(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_converted_there_and_back_and_other_commands_name_this_one(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     capfd.readouterr()
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     assert main(["convert", str(folder / "run"), there, "--checkpoint", "last"]) == 0
@@ -23,27 +29,14 @@ def test_a_run_is_converted_there_and_back(folder: Path, tmp_path: Path, capfd: 
     ]
     assert set(error.splitlines()) <= {f"converting {source} ..." for source in (folder / "run", there)}  # if it takes long
     assert main(["generate", back, "--prompt", "the", "--max-tokens", "3"]) == 0
-
-
-def test_a_masked_model_is_one_for_fill(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    theirs, ours = Path(__file__).parents[1] / "assets" / "gau_alpha" / "published", str(tmp_path / "ours")
-    with pytest.warns(UserWarning, match="which ours does not have"):  # its dropout
-        assert main(["convert", str(theirs), ours]) == 0
-    assert "which `lineartime fill" in capfd.readouterr().out
-    assert main(["fill", ours, "--text", "a[MASK]c", "--top", "2"]) == 0
     capfd.readouterr()
+    for other in ("generate", "eval"):
+        assert main([other, there]) == 1
+        said = f"error: {there} holds a transformers model: convert it by `lineartime convert`.\n"
+        assert capfd.readouterr().err == said
 
 
-def test_other_commands_name_this_one_for_a_model_of_transformers(folder: Path, tmp_path: Path, fails: Fails) -> None:
-    there = str(tmp_path / "there")
-    assert main(["convert", str(folder / "run"), there]) == 0
-    for command in (["generate", there], ["eval", there]):
-        fails(command, "there holds a transformers model: convert it by `lineartime convert`.")
-
-
-def test_wrong_folders_are_named(folder: Path, tmp_path: Path, fails: Fails) -> None:
-    taken = str(folder)
-    fails(["convert", str(folder / "run"), taken], "destination is .*, which exists already")
+def test_wrong_folders_are_named(fails: Fails) -> None:
     fails(["convert", "nowhere", "new"], "source is nowhere, which does not exist: give the folder of a model, or")
     fails(["convert", "nowhere"], "DESTINATION", status=2)
 
@@ -62,7 +55,6 @@ def test_a_run_becomes_a_file(
     assert main(["export", run, "text.onnx", "--part", "text", "--format", "onnx"]) == 0
     assert "text.onnx: ids [B, T] to logits [B, T, V], in ONNX" in capsys.readouterr().out
     fails(["export", run, "step.pt2"], "file is step.pt2, which exists already")
-    fails(["export", run, "step.zip"], "file is step.zip, but must end in .pt2")
     package = ["--part", "text", "--format", "package"]
     fails(["export", run, "a.pt2", *package], "--format is package, but .* use program or onnx, or `part=step`")
     fails(["export", run], "FILE", status=2)
@@ -77,9 +69,7 @@ def test_a_masked_language_model_becomes_a_program_of_whole_texts(
     assert "text.pt2: ids and mask [B, T] to logits [B, T, V]" in capsys.readouterr().out
 
 
-def test_a_masked_model_shows_candidates_for_each_mask(
-    masked: str, folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails
-) -> None:
+def test_a_masked_model_shows_candidates_for_each_mask(masked: str, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
     capsys.readouterr()
     arguments = ["fill", masked, "--text", "the [MASK] of [MASK]"]
     assert main([*arguments, "--top", "2", "--json"]) == 0
@@ -92,7 +82,75 @@ def test_a_masked_model_shows_candidates_for_each_mask(
     assert "mask 2 of 2" in shown
     for readable in ('"a"', '" "', r'"\n"', r'"\xc3"', '"[MASK]"', '"[END]"'):
         assert shown.count(f" {readable} ") == 2, readable
-    fails(["fill", masked, "--text", "the of"], r"--text is 'the of', which holds no \[MASK\]")
-    fails([*arguments, "--top", "0"], "--top is 0, but must be at least 1")
     fails(["fill", masked], "--text", status=2)
-    fails(["fill", str(folder / "run"), "--text", "[MASK]"], "model is a causal language model, which cannot fill masks")
+
+
+def test_inspect_draws_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(folder / "run"), "--text", "7 * 7"]) == 0
+    short = "The text is no longer than a chunk of 8 tokens, so the global part of FLASH is empty: inspect a longer text."
+    assert capsys.readouterr().out == f"inspection.png: 5 tokens. {short}\n"
+    assert Path("inspection.png").read_bytes().startswith(b"\x89PNG")
+    file = str(folder / "text.txt")
+    assert main(["inspect", str(folder / "run"), "--text-file", file, "--out", "new/a.svg", "--max-tokens", "24"]) == 0
+    assert "new/a.svg: 24 tokens. " in (said := capsys.readouterr().out)
+    assert "more tokens were left out." in said
+
+
+def test_inspect_names_wrong_options(folder: Path, fails: Fails) -> None:
+    Path("empty").touch()
+    fails(["inspect", str(folder / "run")], "--text is missing or empty, but must hold a text, here or in a file")
+    fails(["inspect", str(folder / "run"), "--text-file", "empty"], "--text-file is missing or empty")
+    fails(["inspect", "nothing", "--text", "a", "--out", "a.txt"], "a.txt has a suffix that is no picture format")  # at once
+
+
+def test_a_model_is_tuned_and_asked_and_mistakes_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fails: Fails
+) -> None:
+    model = lineartime.build("flash-tiny", "mlm", vocab_size=258, d_model=16, n_blocks=1, d_qk=8, chunk_size=8)
+    lineartime.save(model, ByteTokenizer(), tmp_path / "run")
+    answers = [{"text": "b", "answer_start": 2}]
+    paragraph = {"context": "a b c", "qas": [{"id": "1", "question": "?", "answers": answers}]}
+    (tmp_path / "asked.json").write_text(json.dumps({"data": [{"paragraphs": [paragraph]}] * 3}))
+    run, data, out = str(tmp_path / "run"), str(tmp_path / "asked.json"), str(tmp_path / "out")
+    other = ["finetune", run, "--data", data, "--out", str(tmp_path / "new")]
+    command = ["finetune", run, "--data", data, "--out", out, "--context-length", "32", "--stride", "4"]
+    assert main([*command, "--epochs", "1", "--learning-rates", "1e-3"]) == 0
+    assert "rate  exact match" in capsys.readouterr().out
+    assert main(["predict", out, data, "--out", str(tmp_path / "answers.json")]) == 0
+    assert list(json.loads((tmp_path / "answers.json").read_text())) == ["1", "2", "3"]  # one id for all
+    with monkeypatch.context() as patch:
+        for name in ("datasets", "transformers", "lineartime.finetuning.tune", "lineartime.finetuning.predict"):
+            patch.setitem(sys.modules, name, None)  # not installed
+        for asked in (other, ["predict", out, data, "--out", "new.json"]):
+            fails(asked, r" needs datasets, which is not installed: pip install 'lineartime\[finetune\]'")
+    fails([*other, "--chunk-size", "16"], "--chunk-size is 16, but the model was trained with 8")
+    fails([*other, "--lora-rank", "-1"], "--lora-rank is -1, but must be at least 0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reproduce", "positons"], r"name has 'positons', which is not an experiment here \(did you mean positions\?\)"),
+        (["reproduce", "lm", "--rates", "0.001"], "--rates is 0.001, but each optimiser has its own: give one in `optimizers`"),
+        (["reproduce", "memory", "--tuning", "3"], "--tuning is 3.0, which memory does not have: leave it out"),
+        (["reproduce", "lm", "--systems", "flash-quat"], r"--systems has 'flash-quat'.*\(did you mean flash-quad"),
+        (["reproduce", "lm", "--books", "/none"], "--books is /none, which is neither a file or folder"),
+        (["reproduce", "--list", "--books", "/none"], "--books is /none, which is neither a file or folder"),
+        (["reproduce", "lm", "--report"], "has no runs of lm at the scale cpu: run it first"),
+    ],
+)
+def test_reproduce_names_wrong_input_with_the_flag(arguments: list[str], message: str, fails: Fails) -> None:
+    fails(arguments, message)
+
+
+def test_interrupt_of_reproduce_says_how_to_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[ReproduceConfig] = []
+
+    def interrupted(config: ReproduceConfig) -> None:
+        asked.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "reproduce", interrupted)
+    assert main(["reproduce", "lm", "--books", "a b.txt", "c.txt", "--out", "x"]) == 130
+    assert capsys.readouterr().err.strip() == "resume by: lineartime reproduce lm --books 'a b.txt' c.txt --out x"
+    assert asked == [ReproduceConfig("lm", books=("a b.txt", "c.txt"), out=Path("x"))]

@@ -3,15 +3,13 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lineartime.checkpoint import best_checkpoint
 from lineartime.cli import main
 
-Fails = Callable[..., None]
+from .conftest import Fails
 
 
 def test_eval_prints_all_measures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,30 +46,10 @@ def test_another_checkpoint_than_the_best_can_be_chosen(folder: Path, capsys: py
         fails([command, f"{run}/step-00000004", "--checkpoint", "last"], "--checkpoint is last, but .* is a checkpoint itself")
 
 
-def test_model_that_was_passed_on_alone_is_evaluated_and_generates(
-    folder: Path, tmp_path: Path, fails: Fails, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("model.safetensors", "model.json", "tokenizer.json"):
-        (model / name).write_bytes((best_checkpoint(folder / "run") / name).read_bytes())
-    message = "is missing, but .*model has no training.json, which records what the model was trained on: give "
-    fails(["eval", str(model)], f"--data {message}`data` and `context_length`")
-    fails(["eval", str(model), "--data", str(folder / "text.txt")], f"--context-length {message}`context_length`")
-    losses = []
-    for which in (folder / "run", model):
-        arguments = ["--data", str(folder / "text.txt"), "--context-length", "24", "--cache", str(folder / "cache")]
-        assert main(["eval", str(which), *arguments, "--json"]) == 0
-        losses.append(json.loads(capsys.readouterr().out)["loss"])
-    assert losses[0] == losses[1]
-    assert main(["generate", str(model), "--prompt", "the square", "--max-tokens", "3"]) == 0
-
-
-def test_masked_model_cannot_generate_or_carry(masked: str, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
+def test_masked_model_is_measured_and_cannot_generate(masked: str, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
     assert main(["eval", masked]) == 0
     assert " per masked token" in capsys.readouterr().out
     fails(["generate", masked], "model is a masked language model, which cannot generate: train one with `task=.?clm")
-    fails(["eval", masked, "--context", "carried"], "--context is carried, which needs a causal model")
 
 
 def test_several_runs_are_compared_window_by_window(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from lineartime.__main__ import main as run_command
 from lineartime.cli import COMMANDS, main, options_of
 from lineartime.errors import ArgumentError, LineartimeError
 
-Fails = Callable[..., None]
+from .conftest import Fails
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,6 @@ def test_the_parser_refuses_what_is_no_option_or_value(arguments: list[str], fai
         # Options that do not fit together, which a message writes as options, too.
         (["train", "--warmup-steps", "600"], "--warmup-steps is 600, but must be below `steps=600`"),
         (["train", "--clip", "local", "--parallel", "fsdp"], "with `parallel=fsdp` .* `clip=global` or `parallel=ddp`"),
-        (["eval", "{run}", "--stride", "99"], "--stride is 99, but must be from 1 to `context_length=24`"),
         (["train", "--out", "{run}", "--data", "{text}"], "holds a run: resume it with `resume=True`, or give another `out`"),
         # Names, with the similar ones.
         (["train", "--preset", "flash-tyni"], "--preset is 'flash-tyni', .*mean flash-tiny.* that `lineartime presets` lists"),
@@ -77,6 +76,7 @@ def test_the_parser_refuses_what_is_no_option_or_value(arguments: list[str], fai
         (["presets", "zebra"], "No preset name contains zebra"),
         # Files and folders.
         (["eval", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run"),
+        (["train", "--data", "x.txt", "--out", ""], "--out is an empty path: give one, or leave it out"),
         (["train", "--out", "{text}"], "--out is .*text.txt, which is a file: give a folder"),
         (
             ["train", "--preset", "transformer-tiny", "--context-length", "2000"],
@@ -136,10 +136,6 @@ def test_an_argument_that_is_wrong_is_written_as_an_option(
     assert shown(ArgumentError("presets", "is wrong.")) == "error: presets is wrong.\n"  # it has no flag
     assert shown(ArgumentError("segment", "is wrong.")) == "error: segment is wrong.\n"  # an argument of the library alone
     assert shown(LineartimeError("`steps=3` is wrong.")) == "error: `steps=3` is wrong.\n"  # as grep finds it in the source
-
-
-def test_an_empty_path_is_not_the_current_folder(fails: Fails) -> None:
-    fails(["train", "--data", "x.txt", "--out", ""], "--out is an empty path: give one, or leave it out")
 
 
 def test_the_help_lists_the_version(capsys: pytest.CaptureFixture[str]) -> None:

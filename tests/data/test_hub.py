@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import huggingface_hub
 import pyarrow
 import pyarrow.parquet
@@ -180,8 +181,6 @@ def test_the_identity_follows_the_files_of_the_split_and_the_column(mirror: Path
 
 
 def test_a_data_set_is_asked_of_the_hub_at_the_newest_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
     asked: list[Any] = []
 
     def splits(*arguments: Any, **options: Any) -> list[str]:

@@ -271,39 +271,22 @@ def changed(folder: Path, name: str, place: int, content: bytes) -> None:
     (folder / name).write_bytes(data)
 
 
+IDS_FILE, INDEX = "int32_text_document.bin", "int32_text_document.idx"
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            "megatron",
-            lambda f: cut(f, "int32_text_document.bin", 4),
-            r"int32_text_document.bin is damaged .* ids, but .*idx states",
-        ),
-        ("megatron", lambda f: cut(f, "int32_text_document.bin", 3), r"int32_text_document.bin is damaged .*of 4 each"),
-        (
-            "megatron",
-            lambda f: cut(f, "int32_text_document.idx", 99),
-            r"int32_text_document.idx is damaged .*it states \d+ seq",
-        ),
-        (
-            "megatron",
-            lambda f: changed(f, "int32_text_document.idx", 0, b"X"),
-            "idx is damaged .*does not begin as an index of",
-        ),
-        ("megatron", lambda f: changed(f, "int32_text_document.idx", 9, b"\2"), "idx has version 2 and dtype 4, but must have"),
-        (
-            "megatron",
-            lambda f: changed(f, "int32_text_document.idx", 34, b"\xff\xff"),
-            "idx is damaged .*some sequence from 0 on",
-        ),
-        ("megatron", lambda f: (f / "int32_text_document.bin").unlink(), "int32_text_document.idx has no .* beside it"),
+        ("megatron", lambda f: cut(f, IDS_FILE, 4), f"{IDS_FILE} is damaged .* ids, but .*idx states"),
+        ("megatron", lambda f: cut(f, IDS_FILE, 3), f"{IDS_FILE} is damaged .*of 4 each"),
+        ("megatron", lambda f: cut(f, INDEX, 99), rf"{INDEX} is damaged .*it states \d+ seq"),
+        ("megatron", lambda f: changed(f, INDEX, 0, b"X"), "idx is damaged .*does not begin as an index of"),
+        ("megatron", lambda f: changed(f, INDEX, 9, b"\2"), "idx has version 2 and dtype 4, but must have"),
+        ("megatron", lambda f: changed(f, INDEX, 34, b"\xff\xff"), "idx is damaged .*some sequence from 0 on"),
+        ("megatron", lambda f: (f / IDS_FILE).unlink(), f"{INDEX} has no .* beside it"),
         ("mds-any", lambda f: (f / "index.json").unlink(), r"mds-any holds MDS without an index.json, which lists its shards"),
         ("mds-any", lambda f: (f / "shard.00001.mds").unlink(), r"Cannot read .*shard.00001.mds: No such file"),
-        (
-            "mds-any",
-            lambda f: cut(f, "shard.00001.mds", 5),
-            r"shard.00001.mds is damaged or cut off \(sample \d+ has another size",
-        ),
+        ("mds-any", lambda f: cut(f, "shard.00001.mds", 5), r"00001.mds is damaged or cut off \(sample \d+ has another size"),
         ("mds-any", lambda f: changed(f, "shard.00000.mds", 0, b"\xff\xff"), r"shard.00000.mds is damaged .*offsets do not"),
         ("mds-uint16-zstd", lambda f: cut(f, "shard.00000.mds.zstd", 5), r"shard.00000.mds.zstd is damaged or cut off"),
         ("mds-bytes", lambda f: None, r'mds, sample 1, has bytes in "tokens": choose another column, or say the dtype'),

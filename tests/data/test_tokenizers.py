@@ -2,8 +2,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
-from lineartime.data import ByteTokenizer, JsonTokenizer, read_tokenizer
+from lineartime.data import ByteTokenizer, JsonTokenizer
 from lineartime.data.tokenizers import Tokenizer, named_tokenizer
 from lineartime.errors import LineartimeError
 
@@ -15,26 +17,20 @@ def tokenizer(request: pytest.FixtureRequest, bpe: JsonTokenizer) -> Tokenizer:
     return ByteTokenizer() if request.param == "bytes" else bpe
 
 
-@pytest.fixture
 def across() -> JsonTokenizer:
     """A byte-level BPE tokenizer with a token that ends one character and begins the next, as large ones have."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     split = pre_tokenizers.ByteLevel(add_prefix_space=False)
     begin, _, end = split.pre_tokenize_str("日")[0][0]
     vocabulary = {letter: index for index, letter in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), end + begin])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [(end, begin)]))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [(end, begin)]))
     tokenizer.pre_tokenizer, tokenizer.decoder = split, decoders.ByteLevel()
     return JsonTokenizer(tokenizer.to_str(), "across.json")
 
 
-@pytest.fixture
 def fallback() -> JsonTokenizer:
     """A tokenizer that knows no character but has a token for each byte."""
-    from tokenizers import Tokenizer, decoders, models
-
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return JsonTokenizer(tokenizer.to_str(), "fallback.json")
 
@@ -62,8 +58,8 @@ def test_streamed_text_is_the_decoded_text_even_where_it_breaks(tokenizer: Token
 
 
 @pytest.mark.parametrize("text", ["日" * 100, "日本日本\ufffd日", "x\ufffd😀y", "\ufffd" * 20 + "日😀", "😀" * 50 + "é"])
-def test_a_token_may_end_one_character_and_begin_the_next(text: str, across: JsonTokenizer, fallback: JsonTokenizer) -> None:
-    for tokenizer in (across, fallback):
+def test_a_token_may_end_one_character_and_begin_the_next(text: str) -> None:
+    for tokenizer in (across(), fallback()):
         ids = tokenizer.encode(text).tolist()
         assert tokenizer.decode(ids) == text
         decoder = tokenizer.stream_decoder()
@@ -73,9 +69,7 @@ def test_a_token_may_end_one_character_and_begin_the_next(text: str, across: Jso
 
 
 def test_a_space_is_kept_behind_a_token_without_text() -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    words = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "cats": 2, "house": 3}, unk_token="[UNK]"))
+    words = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "cats": 2, "house": 3}, unk_token="[UNK]"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
     words.add_special_tokens(["[UNK]"])
     tokenizer = JsonTokenizer(words.to_str(), "words.json")
@@ -94,21 +88,10 @@ def test_the_beginning_of_a_text_is_what_its_first_tokens_encode(tokenizer: Toke
 
 
 def test_a_vocabulary_with_gaps_is_as_large_as_its_highest_id() -> None:
-    from tokenizers import Tokenizer, models
-
-    tokenizer = JsonTokenizer(Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="?")).to_str(), "gaps.json")
+    tokenizer = JsonTokenizer(tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="?")).to_str(), "gaps.json")
     assert (tokenizer.end_of_document, tokenizer.mask, tokenizer.vocab_size) == (8, 9, 10)
     with pytest.raises(LineartimeError, match=r"The tokenizer gaps.json cannot encode the text \(.*Missing"):
         tokenizer.encode("c")
-
-
-def test_files_that_are_no_tokenizer_are_named(tmp_path: Path) -> None:
-    for content in (b"{}", b"\xff\xfe"):
-        (tmp_path / "wrong.json").write_bytes(content)
-        with pytest.raises(LineartimeError, match="is not a tokenizer file"):
-            read_tokenizer(tmp_path / "wrong.json")
-    with pytest.raises(LineartimeError, match=r"Cannot read .*No such file"):
-        read_tokenizer(tmp_path / "missing.json")
 
 
 def test_a_tokenizer_of_the_hub_that_was_seen_needs_no_network_and_another_is_named(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lineartime.choices import Split
 from lineartime.data import ByteTokenizer, Corpus, JsonTokenizer, LocalCorpus, TokenStream, load_corpus, token_stream
@@ -79,8 +80,6 @@ def test_max_tokens_encodes_only_the_beginning(tmp_path: Path, most: int, monkey
 
 
 def test_a_limit_counts_the_bytes_and_words_of_the_text_and_not_those_of_its_decoding(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-
     vocabulary = {piece: token for token, piece in enumerate(["[UNK]", "[SEP]", "[MASK]", *"naive日本"])}
     lossy = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     lossy.normalizer = normalizers.BertNormalizer()  # lower case, no accents, spaces around characters of Chinese

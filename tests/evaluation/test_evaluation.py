@@ -378,9 +378,10 @@ def test_model_that_was_changed_and_saved_is_measured_as_it_was_in_memory(run: P
     in_memory = evaluate(model, run.parent / "text.txt", tokenizer=TOKENIZER, **given)
     saved = lineartime.save(model, TOKENIZER, tmp_path / "changed")
     assert evaluate(saved, run.parent / "text.txt", **given) == in_memory != evaluate(run, **given)
-    with pytest.raises(ArgumentError, match=r"data is missing, but .* has no training.json, which records what the model"):
+    missing = "is missing, but .*changed has no training.json, which records what the model was trained on: give "
+    with pytest.raises(ArgumentError, match=f"data {missing}`data` and `context_length`"):
         evaluate(saved)
-    with pytest.raises(ArgumentError, match=r"context_length is missing, but .*changed has no training.json"):
+    with pytest.raises(ArgumentError, match=f"context_length {missing}`context_length`"):
         evaluate(saved, run.parent / "text.txt")
 
 

@@ -245,20 +245,17 @@ def test_runs_in_another_precision_are_not_mixed(
     assert (there.device, there.precision) == ("cpu", "bf16")
 
 
+MEMORY: dict[str, Any] = {"name": "memory", "data": ()}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"contexts": (512,)}, "contexts has 512, which is not a context of this experiment here: use 64"),
-        (
-            {"name": "memory", "data": (), "lengths": (63,)},
-            "lengths has 63, but must be an even number of at least 16 for recall of 4",
-        ),
-        (
-            {"name": "memory", "data": (), "lengths": (64,), "pairs": (32,)},
-            "lengths has 64, but must be an even number of at least 128 for recall",
-        ),
+        ({**MEMORY, "lengths": (63,)}, "lengths has 63, but must be an even number of at least 16 for recall of 4"),
+        ({**MEMORY, "lengths": (64,), "pairs": (32,)}, "lengths has 64, but must be an even number of at least 128 for recall"),
         ({"name": "memory"}, "data is .*text.txt, which memory does not have: leave it out"),
-        ({"name": "memory", "data": (), "budget": 3.0}, "budget is 3.0, which memory does not have: leave it out"),
+        ({**MEMORY, "budget": 3.0}, "budget is 3.0, which memory does not have: leave it out"),
         ({"pairs": (4,)}, "pairs is 4, which lm does not have: leave it out"),
         ({"texts": ("recall",)}, "texts has 'recall', which is not a text of this experiment here: use wikipedia"),
     ],

@@ -194,7 +194,7 @@ def test_mistakes_are_named_and_leave_nothing(config: Configured, tmp_path: Path
         tuned_config(lineartime.presets("mlm")["flash-memory-tiny"], Advanced(mixer="flash-cls"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    with pytest.raises(ArgumentError, match=r"^out is .*full, which is not empty: give `resume=True`"):
+    with pytest.raises(ArgumentError, match=r"^out is .*full, which is not empty: give `resume=True` to go on there"):
         finetune(config("full"), quiet)
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from tests.foreign import test_gau_alpha as formulas
 from tests.foreign.test_flash_pytorch import theirs
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import lineartime
+from lineartime import hf
 from lineartime.cli import main
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
@@ -24,7 +26,7 @@ def test_gau_alpha_is_filled_in_evaluated_and_read_by_transformers(tmp_path: Pat
     ours, text = tmp_path / "ours", tmp_path / "text.txt"
     text.write_text("天地 abc。人 daa\n" * 40, encoding="utf-8")
     assert main(["convert", str(tmp_path / "theirs"), str(ours)]) == 0
-    assert "a model of lineartime" in capsys.readouterr().out
+    assert "a model of lineartime, which `lineartime fill" in capsys.readouterr().out
     assert main(["fill", str(ours), "--text", "天[MASK]人"]) == 0
     page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
     evaluation = next(line.split()[1:] for line in page.splitlines() if line.startswith("    lineartime eval"))
@@ -38,11 +40,6 @@ def test_gau_alpha_is_filled_in_evaluated_and_read_by_transformers(tmp_path: Pat
     expected = formulas.forward(weights, formulas.CONFIG, rows, real, torch.zeros_like(rows))
     torch.testing.assert_close(model(rows), expected, atol=1e-4, rtol=1e-5)
 
-    pytest.importorskip("transformers")
-    from transformers import AutoModelForMaskedLM, AutoTokenizer
-
-    from lineartime import hf
-
     hf.convert(ours, tmp_path / "hf")
     adapted = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").eval()
     types = torch.ones_like(rows)
@@ -55,9 +52,6 @@ def test_gau_alpha_is_filled_in_evaluated_and_read_by_transformers(tmp_path: Pat
 
 def test_fine_tuned_classifier_of_gau_alpha_keeps_its_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As the published package computed it, from the first token."""
-    pytest.importorskip("transformers")
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     source, ours = formulas.PUBLISHED / "fine-tuned", tmp_path / "ours"
     with pytest.warns(UserWarning, match="which ours does not have"):
         assert main(["convert", str(source), str(ours)]) == 0
@@ -96,14 +90,10 @@ def fine_tuned(folder: Path, name: str, head: str, rows: int, **changes: Any) ->
     ],
 )
 def test_every_head_of_gau_alpha_is_converted(name: str, head: str, summary: str | None, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from lineartime.hf import convert as to_hf
-    from lineartime.hf import heads
-
     changes = {"summary_type": summary} if summary else {}
     weights = fine_tuned(tmp_path / "theirs", name, head, 2, **changes)
-    to_hf(tmp_path / "theirs", tmp_path / "ours")
-    made = getattr(heads, name.replace("GAUAlpha", "Lineartime")).from_pretrained(tmp_path / "ours").eval()
+    hf.convert(tmp_path / "theirs", tmp_path / "ours")
+    made = getattr(hf, name.replace("GAUAlpha", "Lineartime")).from_pretrained(tmp_path / "ours").eval()
     ids = torch.randint(5, len(formulas.PIECES), (2, 7))
     identity = torch.eye(formulas.CONFIG["hidden_size"])
     hidden = formulas.forward(
@@ -117,9 +107,6 @@ def test_every_head_of_gau_alpha_is_converted(name: str, head: str, summary: str
 
 
 def test_heads_that_cannot_be_converted_are_named(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from lineartime.hf import convert as to_hf
-
     fine_tuned(tmp_path / "tuned", "GAUAlphaForSequenceClassification", "classifier", 2)
     with pytest.raises(LineartimeError, match=r"holds a GAUAlphaForSequenceClassification, with a head: lineartime.hf.convert"):
         convert(tmp_path / "tuned", tmp_path / "ours")
@@ -132,7 +119,7 @@ def test_heads_that_cannot_be_converted_are_named(tmp_path: Path) -> None:
         ("headless", "The weights hold 'score.bias', which GAU-alpha does not have"),
     ):
         with pytest.raises(LineartimeError, match=message):
-            to_hf(tmp_path / folder, tmp_path / "ours")
+            hf.convert(tmp_path / folder, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from tests.definitions import noisy
 from tests.pairs import every_pair
 from torch import Tensor, nn
 from torch.export import Dim
@@ -32,10 +33,7 @@ def stored() -> dict[str, Tensor]:
 
 def made(**options: Any) -> MossFormerFLASH:
     """A layer in float64 with random weights that let every part have a say."""
-    layer = MossFormerFLASH(4, **{**SIZES, **options}).double().eval()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
+    layer: MossFormerFLASH = noisy(MossFormerFLASH(4, **{**SIZES, **options}).double().eval(), 0.5)
     return layer
 
 

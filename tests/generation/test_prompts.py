@@ -38,8 +38,8 @@ SYSTEMS = [
 
 def assert_same(found: PromptState, expected: PromptState) -> None:
     assert (found.position, found.last) == (expected.position, expected.last)
-    for x, y in zip((*found.state.tensors(), found.logits), (*expected.state.tensors(), expected.logits), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    tensors = ((*each.state.tensors(), each.logits) for each in (found, expected))
+    torch.testing.assert_close(*tensors, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -148,6 +148,8 @@ def charsmap(content: bytes) -> dict[str, str]:
     "content",
     [
         "{",
+        "{}",
+        "\xff\xfe",
         '{"normalizer": ' + "[" * 50_000,
         definition(decoder=3),
         definition(pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}),
@@ -156,7 +158,7 @@ def charsmap(content: bytes) -> dict[str, str]:
 )
 def test_what_is_no_definition_is_a_sentence(content: str, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
-    file.write_text(content)
+    file.write_text(content, encoding="latin1")
     with pytest.raises(
         LineartimeError, match=r"tokenizer.json is not a tokenizer file \(.+\): give a tokenizer.json"
     ) as caught:

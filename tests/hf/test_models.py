@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.definitions import assert_drawn_alike
 from tests.hf.tiny import KINDS, awake, causal_model, close, ids_of, masked_model, own, tiny
 from torch import Tensor
 from torch.nn import functional as F
@@ -256,14 +257,7 @@ def test_weights_that_a_file_lacks_are_drawn_and_no_others(system: str, tmp_path
 def test_a_fresh_model_starts_as_lineartime_starts_it() -> None:
     config = tiny("flash-quad", d_model=64, initial_scores="unit")
     fresh = LineartimeForCausalLM(config).model.backbone.state_dict()
-    for name, tensor in lineartime.build(config.to_model_config()).backbone.state_dict().items():
-        if (tensor == tensor.flatten()[0]).all():  # a constant
-            assert torch.equal(fresh[name], tensor), name
-            continue
-        assert fresh[name].std(correction=0) > 0.2 * tensor.std(correction=0), name
-        spread = 4 / tensor.numel() ** 0.5
-        torch.testing.assert_close(fresh[name].std(correction=0), tensor.std(correction=0), rtol=spread, atol=1e-6)
-        torch.testing.assert_close(fresh[name].mean(), tensor.mean(), rtol=0, atol=0.02)
+    assert_drawn_alike(fresh, lineartime.build(config.to_model_config()).backbone.state_dict())
 
 
 @pytest.mark.nightly

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
+from tests.definitions import noisy
 from torch import Tensor, nn
 
 import lineartime
@@ -39,9 +40,7 @@ def tiny(system: str = "flash", task: Any = "clm", **overrides: Any) -> Linearti
 def awake(model: Model) -> Model:
     """The model in evaluation mode with weights far from their small initial values, so that all have a say."""
     torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    noisy(model, 0.2)
     return model.eval()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.definitions import noisy
 from torch import Tensor
 
 import lineartime
@@ -35,8 +36,7 @@ SHORT = {"d_qk": 8, "chunk_size": 8}
 )
 def test_weights_times_values_are_the_layer(kind: Any, options: dict[str, Any], causal: bool, prefix: int | None) -> None:
     mixer, x = kind(16, causal=causal, **options).double().requires_grad_(False), torch.randn(1, 21, 16, dtype=torch.float64)
-    for parameter in mixer.parameters():
-        parameter.add_(0.3 * torch.randn_like(parameter))
+    noisy(mixer)
     lengths = None if prefix is None else torch.tensor([prefix])
     parts = open_attention(mixer, x, lengths)
     assert set(parts) == ({"attention"} if kind in (GAU, Attention) else {"local", "global"})

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.definitions import assert_drawn_alike
 from torch import Tensor, nn
 
 import lineartime
@@ -55,18 +56,7 @@ def test_layer_made_without_memory_is_drawn_as_the_constructor_draws_it(layer: t
                 module.reset_parameters()
     else:
         drawn.reset_parameters()
-    for name, tensor in drawn.state_dict().items():
-        expected = built.state_dict()[name]
-        if (expected == expected.flatten()[0]).all() or name in SPREAD:  # a constant
-            assert torch.equal(tensor, expected), name
-        else:
-            assert not torch.equal(tensor, expected), name
-            if not tensor.is_floating_point():  # seeds
-                continue
-            few = 4 / tensor.numel() ** 0.5
-            assert tensor.std() == pytest.approx(float(expected.std()), rel=few), name
-            assert tensor.numel() == 1 or tensor.std() > 0.1 * expected.std(), name
-            assert abs(tensor.mean()) <= few * tensor.std(), name
+    assert_drawn_alike(drawn.state_dict(), built.state_dict(), SPREAD)
 
 
 PARTS: list[nn.Module] = [ScaleNorm(), RMSNorm(8), ScaledSin(8), TableBias(9), RotaryBias(8), LearnedPositions(9, 8)]

@@ -66,8 +66,7 @@ def _with_gradients(*inputs: Tensor) -> Tensor:
         inputs = tuple(x.clone().requires_grad_() for x in inputs)
         ours, theirs = dense(*inputs), F.linear(*inputs)
         gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in (ours, theirs)]
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*gradients)
     return ours.detach()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.definitions import noisy
 from torch import Tensor
 
 from lineartime.layers import set_backend
@@ -17,10 +18,7 @@ PACK = torch.tensor([0, 1, 14, 18, 34])
 
 
 def layer_of(causal: bool) -> FLASHMesa:
-    layer = FLASHMesa(8, d_qk=4, chunk_size=CHUNK, causal=causal).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(0.4 * torch.randn_like(parameter))
+    layer: FLASHMesa = noisy(FLASHMesa(8, d_qk=4, chunk_size=CHUNK, causal=causal).double(), 0.4)
     return layer
 
 

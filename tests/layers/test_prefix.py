@@ -79,8 +79,11 @@ def test_layers_without_a_prefix_form_and_layers_that_look_both_ways_say_so() ->
     for kind, mixer in KINDS["mixer"].items():
         if not mixer.reads_prefix and kind in ("flash-local", "performer", "linformer", "reformer"):
             layer = mixer(D_MODEL, causal=mixer.why_not_causal is None, **({} if kind == "flash-local" else {"n_heads": 2}))
-            with pytest.raises(LineartimeError, match=rf"{mixer.__name__} does not support prefixes: only {READ_PREFIX} do"):
-                layer(x, prefix_lengths=lengths)
+            for read in (lambda x, layer=layer: layer(x, prefix_lengths=lengths), layer.read_prefix):
+                with pytest.raises(
+                    LineartimeError, match=rf"{mixer.__name__} does not support prefixes: only {READ_PREFIX} do"
+                ):
+                    read(x)
     layer = FLASH(D_MODEL, d_qk=4, chunk_size=CHUNK)
     for read in (lambda: layer(x, prefix_lengths=lengths), lambda: layer.read_prefix(x)):
         with pytest.raises(ArgumentError, match="causal is False, but prefixes need a causal FLASH: build it with causal=True"):

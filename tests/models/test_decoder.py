@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.definitions import noisy
 from torch import nn
 
 from lineartime.errors import ArgumentError
@@ -24,10 +26,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 def model_of(dtype: torch.dtype = torch.float64, **options: Any) -> CausalLM:
     torch.manual_seed(0)
-    model: CausalLM = build("flash-tiny", **{**SIZES, **options}).eval().to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    model: CausalLM = noisy(build("flash-tiny", **{**SIZES, **options}).eval().to(dtype), 0.2)
     return model
 
 
@@ -241,28 +240,19 @@ def test_wrong_arguments_are_refused() -> None:
     assert int(state.blocks[0].position) == 2
 
 
-def hooked(model: CausalLM) -> None:
-    next(iter(model.backbone.blocks)).register_forward_hook(lambda *_: None)
+# What is done to the first block, or to the norm of the model.
+CHANGES: dict[str, Callable[[Any, Any], object]] = {
+    "hooked": lambda block, _: block.register_forward_hook(lambda *_: None),
+    "replaced": lambda block, _: setattr(block.mixer, "queries_and_keys", block.mixer.queries_and_keys),
+    "adapted": lambda block, _: setattr(block.mixer, "to_output", nn.Sequential(block.mixer.to_output)),
+    "of two dtypes": lambda _, norm: norm.to(torch.float32),
+}
 
 
-def replaced(model: CausalLM) -> None:
-    layer: Any = next(iter(model.backbone.blocks)).mixer
-    layer.queries_and_keys = layer.queries_and_keys
-
-
-def adapted(model: CausalLM) -> None:
-    layer: Any = next(iter(model.backbone.blocks)).mixer
-    layer.to_output = nn.Sequential(layer.to_output)
-
-
-def mixed(model: CausalLM) -> None:
-    model.backbone.norm.to(torch.float32)
-
-
-@pytest.mark.parametrize("change", [hooked, replaced, adapted, mixed])
-def test_changed_models_and_other_layers_have_no_decoder(change: Any) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_models_and_other_layers_have_no_decoder(change: str) -> None:
     model = model_of()
-    change(model)
+    CHANGES[change](next(iter(model.backbone.blocks)), model.backbone.norm)
     others = model_of(activation="softmax"), model_of(mixer="flash-foreign"), build("flash-quad-tiny", n_blocks=1)
     for each in (model, *others, build("flash-tiny", n_blocks=1, dropout=0.1).train()):
         assert each.compile_for_decoding().native is None

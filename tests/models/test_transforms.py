@@ -19,11 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is 
 
 
 def test_masks_count_no_position_beyond_the_last_learned_one() -> None:
-    model, ids = (
-        lineartime.build("transformer-tiny", "mlm", d_model=16, n_heads=2, n_blocks=1, max_positions=5).eval(),
-        torch.arange(16),
-    )
-    ids, mask = ids.view(2, 8), torch.tensor([[1, 0, 1, 1, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0, 0, 1]])
+    model = lineartime.build("transformer-tiny", "mlm", d_model=16, n_heads=2, n_blocks=1, max_positions=5).eval()
+    ids, mask = torch.arange(16).view(2, 8), torch.tensor([[1, 0, 1, 1, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0, 0, 1]])
     weights = dict(model.named_parameters())
     found = grad(lambda weights: functional_call(model, weights, (ids, mask)).square().mean())(weights)
     expected = torch.autograd.grad(model(ids, mask).square().mean(), list(weights.values()))

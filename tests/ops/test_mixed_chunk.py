@@ -1,7 +1,6 @@
 """Mixed chunk attention and, without chunks, GAU's, against the definition: whole sequences, and streams cut anywhere."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.definitions import assert_same_function
 from tests.ops.cases import CASES, CHUNK, D_QK, D_VALUE, NORMALIZATIONS, bias_of, maps_of, near, options_of, packing_of
 from tests.pairs import every_pair
 from torch import Tensor
@@ -49,8 +49,7 @@ def attended(packing: Packing, options: MixedChunkOptions, *maps: Tensor) -> Ten
     backend=["torch", "auto"],
 )
 def test_values_and_gradients_are_the_definition(
-    case: str, chunk_size: int | None, causal: bool, activation: Any, normalization: Any, biased: bool, backend: Any,
-    assert_same_function: Callable[..., None],
+    case: str, chunk_size: int | None, causal: bool, activation: Any, normalization: Any, biased: bool, backend: Any
 ) -> None:  # fmt: skip
     packing = CASES[case]()
     causal, chunk_size = causal or packing.prefix is not None, CHUNK if normalization == "paper_sum" else chunk_size
@@ -229,8 +228,7 @@ def test_streams_in_any_pieces_with_and_without_padding_are_the_definition(
             torch.autograd.grad((y * direction).sum(), leaves, materialize_grads=True, allow_unused=True)
             for y in (found, expected)
         )
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+        torch.testing.assert_close(*results, atol=1e-10, rtol=0)
 
 
 def step_of(maps: list[Tensor], state: Any, bias: Tensor | None = None) -> tuple[Tensor, Any]:

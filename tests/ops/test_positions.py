@@ -10,15 +10,10 @@ from lineartime.ops import rope, sinusoid
 from lineartime.ops.positions import by_distance, sum_by_distance
 
 
-def test_rope_turns_a_pair_by_its_angle() -> None:
-    x = torch.tensor([[1.0, 0.0]], dtype=torch.float64)  # s = 2: one pair, frequency 1
-    torch.testing.assert_close(rope(x, torch.tensor([3])), torch.tensor([[math.cos(3), math.sin(3)]], dtype=torch.float64))
-
-
-def test_rope_pairs_the_two_halves() -> None:
-    x = torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)  # second pair: features 1 and 3, frequency 1/100
-    expected = torch.tensor([[0.0, math.cos(0.02), 0.0, math.sin(0.02)]], dtype=torch.float64)
-    torch.testing.assert_close(rope(x, torch.tensor([2])), expected)
+def test_rope_pairs_the_two_halves_and_turns_each_pair_by_its_angle() -> None:
+    x = torch.tensor([[1.0, 1.0, 0.0, 0.0]], dtype=torch.float64)  # features 0 and 2 at frequency 1, and 1 and 3 at 1/100
+    expected = [[math.cos(2), math.cos(0.02), math.sin(2), math.sin(0.02)]]
+    torch.testing.assert_close(rope(x, torch.tensor([2])), torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("far", [10**6, 10**8])

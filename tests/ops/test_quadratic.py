@@ -100,11 +100,8 @@ def test_token_in_one_pass_is_the_plain_one(
     scales, n = options_of(None, True, d_qk=10).scales, max(positions) + 1
     bias = bias_of(None, n).to(torch.float32 if dtype == torch.bfloat16 else dtype)
     options = MixedChunkOptions(None, True, scales, bias=near(bias) if with_bias else None)
-    own, k, v = (
-        torch.randn(3, 2, *heads, 10).double(),
-        torch.randn(2, *heads, 700, 10).double(),
-        torch.randn(2, *heads, 700, 6).double(),
-    )
+    own = torch.randn(3, 2, *heads, 10).double()
+    k, v = (torch.randn(2, *heads, 700, width).double() for width in (10, 6))
     packing = packing_of(2, 1, position=torch.tensor(positions))
 
     def attended(dtype: torch.dtype) -> Tensor:

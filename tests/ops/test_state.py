@@ -50,14 +50,6 @@ def test_clone_has_memory_of_its_own() -> None:
     assert state.nbytes == copy.nbytes == 2 * (8 + 8 + 3 * 4)
 
 
-def test_streams_are_taken_in_any_order_and_number() -> None:
-    state = model_state(3, 2)
-    taken = state.take(torch.tensor([2, 0, 2, 2]))
-    assert len(taken) == 4
-    assert taken.position.tolist() == cache_of(taken).position.tolist() == [2, 0, 2, 2]
-    assert torch.equal(cache_of(taken).places, cache_of(state).places[[2, 0, 2, 2]])
-
-
 def test_shorter_memory_grows_where_states_are_concatenated() -> None:
     states = [model_state(2, 3), model_state(0, 9), model_state(1, 5)]
     joined = State.concatenate(states)

@@ -93,10 +93,8 @@ def test_values_and_gradients_are_the_definition(
 ) -> None:
     """With and without the dense maps around, and with queries and keys of the linear part that are not those of Z."""
     packing, (dense, linear) = CASES[case](), parts
-    inputs, options = (
-        inputs_of(packing.count, dense=dense, linear=linear),
-        options_of(CHUNK, causal, normalization=normalization),
-    )
+    inputs = inputs_of(packing.count, dense=dense, linear=linear)
+    options = options_of(CHUNK, causal, normalization=normalization)
     found = values_and_gradients(by_tiles, inputs, packing, options, rotated, dense)
     assert_same(found, values_and_gradients(by_definition, inputs, packing, replace(options, backend="oracle"), rotated, dense))
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.definitions import noisy
 from torch import Tensor
 
 import lineartime
@@ -36,10 +37,7 @@ every_config = pytest.mark.parametrize("name", CONFIGS)
 
 def make_model(name: str = "gau") -> EncoderDecoder:
     """A model whose parameters all matter."""
-    model = EncoderDecoder(CONFIGS[name]).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    model: EncoderDecoder = noisy(EncoderDecoder(CONFIGS[name]).double().eval(), 0.1)
     return model
 
 
@@ -106,10 +104,8 @@ def test_enough_beams_find_the_best_of_all_targets(name: str, length_penalty: fl
     options: dict[str, Any] = {"start_token": 1, "stop_token": 2, "max_tokens": 4}
     different = 0
     for _ in range(6):
-        model = EncoderDecoder(dataclasses.replace(CONFIGS[name], vocab_size=3)).double().eval()
+        model = noisy(EncoderDecoder(dataclasses.replace(CONFIGS[name], vocab_size=3)).double().eval(), 1.0)
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter))
             model.encoder.embedding.weight.mul_(0.2)  # so that no token is certain
         expected = []
         for source, real in zip(sources, mask, strict=True):

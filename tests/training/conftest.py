@@ -2,19 +2,17 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import tiny_run
 
 from lineartime.training.config import TrainConfig
-from lineartime.training.loop import Trainer, train
+from lineartime.training.loop import Trainer
 
 # What each process does: it takes its place from the environment, like one that torchrun started.
 SCRIPT = """
@@ -40,6 +38,7 @@ except LineartimeError as error:
 
 Fork = Callable[[str], Any]
 Launch = Callable[..., "Processes"]
+MakeConfig = Callable[..., TrainConfig]
 
 
 class Processes:
@@ -99,7 +98,7 @@ def launch(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 @contextmanager
 def interrupting(step: int) -> Iterator[None]:
-    """Press Ctrl-C while a step is computed."""
+    """`with interrupting(3)`: press Ctrl-C while step 3 is computed."""
     take = Trainer.take_step
 
     def take_and_interrupt(self: Trainer, *arguments: Any) -> bool:
@@ -110,21 +109,3 @@ def interrupting(step: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "take_step", take_and_interrupt)
         yield
-
-
-@pytest.fixture
-def interrupt_after() -> Callable[[int], AbstractContextManager[None]]:
-    """`with interrupt_after(3)`: press Ctrl-C while step 3 is computed."""
-    return interrupting
-
-
-@pytest.fixture(scope="session")
-def _stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with interrupting(3):
-        return train(**tiny_run(tmp_path_factory.mktemp("stopped"))).run
-
-
-@pytest.fixture
-def stopped(_stopped: Path, tmp_path: Path) -> Path:
-    """A copy of a run with the options of `config` that was interrupted after step 3."""
-    return Path(shutil.copytree(_stopped, tmp_path / "stopped"))

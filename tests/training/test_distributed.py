@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,10 @@ import lineartime
 from lineartime.checkpoint import last_checkpoint, list_checkpoints, read_validation_loss
 from lineartime.errors import LineartimeError
 from lineartime.runs.record import last_error, read_record
-from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 from lineartime.training.parallel import Environment, read_environment
 
-MakeConfig = Callable[..., TrainConfig]
-Launch = Callable[..., Any]
-
+from .conftest import Launch, MakeConfig
 
 pytestmark = pytest.mark.slow
 
@@ -42,9 +38,8 @@ def assert_same_run(run: Path, expected: Path) -> None:
             found = {step: loss for step, loss in found.items() if step in wanted}
         assert found.keys() == wanted.keys()
         assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5), name
-    weights = lineartime.load(last_checkpoint(run)).state_dict()
-    for name, weight in lineartime.load(last_checkpoint(expected)).state_dict().items():
-        torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-4)
+    weights = (lineartime.load(last_checkpoint(each)).state_dict() for each in (run, expected))
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -248,14 +243,18 @@ if os.environ["RANK"] == "1":
     assert processes.wait(120) == [0, 0], processes.errors()
 
 
+def steps_of(run: Path) -> list[int]:
+    """The steps on record."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("\n")]
+
+
 def wait_for_step(run: Path, step: int) -> None:
-    """Wait until that step, or the first checkpoint, is on record."""
+    """Wait until that step and a checkpoint are on record."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        file = run / "metrics.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        steps = [json.loads(line)["step"] for line in lines if line.endswith("\n")]
-        if max(steps, default=0) >= step and list_checkpoints(run):
+        if max(steps_of(run), default=0) >= step and list_checkpoints(run):
             return
         time.sleep(0.01)
     raise AssertionError(f"{run} did not come to step {step}")
@@ -300,13 +299,6 @@ def take_or_die(self, report, stop):
 Trainer.take_step = take_or_die
 sys.exit(main(sys.argv[1:]))
 """
-
-
-def steps_of(run: Path) -> list[int]:
-    """The steps on record."""
-    file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("\n")]
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
