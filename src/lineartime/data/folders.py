@@ -16,7 +16,7 @@ from typing import IO
 
 from lineartime.choices import TEXT_COLUMN, Split
 from lineartime.data.readers import BLOCK, COMPRESSED, RECORDS, SourceFile, not_utf8, read_texts
-from lineartime.data.shards import IDS, SIDE_FILES, listed, shard_kind
+from lineartime.data.shards import IDS, SIDE_FILES, shard_kind, shard_order
 from lineartime.errors import ArgumentError, LineartimeError, file_error
 from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
@@ -285,10 +285,10 @@ def describe_parts(parts: Iterable[FilePart]) -> str:
     groups: dict[float, list[str]] = {}
     for path, share in shares.items():
         groups.setdefault(round(share, 2), []).append(path.name)
-    return " and ".join(f"{f'{share:.0%} of ' if share < 1 else ''}{_listed(names)}" for share, names in groups.items())
+    return " and ".join(f"{f'{share:.0%} of ' if share < 1 else ''}{_in_words(names)}" for share, names in groups.items())
 
 
-def _listed(names: list[str]) -> str:
+def _in_words(names: list[str]) -> str:
     """Name one file to three, or count more of them and name two."""
     if len(names) == 1:
         return names[0]
@@ -299,7 +299,7 @@ def _listed(names: list[str]) -> str:
 def _names(folder: Path, parts: Iterable[FilePart]) -> str:
     """The names of some files below a folder, in a few words."""
     paths = sorted(part.path for part in parts)
-    return _listed([path.name if path == folder else path.relative_to(folder).as_posix() for path in paths])
+    return _in_words([path.name if path == folder else path.relative_to(folder).as_posix() for path in paths])
 
 
 def _bytes(parts: Iterable[FilePart]) -> int:
@@ -373,11 +373,11 @@ class FilesOfText:
         chosen: list[Path] = []
         for folder in dict.fromkeys(file.parent for file in kinds):
             inside = [file for file in kinds if file.parent == folder]
-            order = listed(folder, one[0]) if root.is_dir() else None
+            order = shard_order(folder, one[0]) if root.is_dir() else None
             chosen += inside if order is None else [file for file in order if file in inside]
         left = [file for file in files if file not in chosen and file.suffix != ".idx" and file.name not in SIDE_FILES]
         if left:
-            names = _listed([file.relative_to(root).as_posix() for file in left])
+            names = _in_words([file.relative_to(root).as_posix() for file in left])
             self.notes.append(f"Left out of {root}, because its shards are {one[0]}: {names}.")
         return chosen
 

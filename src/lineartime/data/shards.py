@@ -141,7 +141,7 @@ def shard_kind(path: Path, raw_ids: str | None) -> str:
     return "raw ids" if raw_ids else ""
 
 
-def listed(folder: Path, kind: str) -> list[Path] | None:
+def shard_order(folder: Path, kind: str) -> list[Path] | None:
     """The shards that a file beside them lists, in its order; None without such a file.
 
     Raises LineartimeError if there has to be one, or if a shard is missing.
