@@ -315,9 +315,28 @@ def test_headers_that_disagree_with_their_file_are_errors(tmp_path: Path) -> Non
         (tmp_path / "a.bin").write_bytes(content)
         with pytest.raises(LineartimeError, match=message):
             stream_of(tmp_path / "a.bin", tmp_path / "cache")
+    for suffix in (".bin", ".idx"):
+        shutil.copy(ASSETS / f"megatron/uint16_text_document{suffix}", tmp_path / f"pair{suffix}")
+    content = bytearray((tmp_path / "pair.idx").read_bytes())
+    lengths, places = np.frombuffer(content, "<i4", 2, 34), np.frombuffer(content, "<i8", 2, 34 + 4 * len(IDS))
+    lengths[:2] += [len(IDS[1]) + 1, -len(IDS[1]) - 1]  # the second one is negative, and begins where the first one ends
+    places[1] += 2 * (len(IDS[1]) + 1)
+    (tmp_path / "pair.idx").write_bytes(content)
+    with pytest.raises(LineartimeError, match=r"pair.idx is damaged .*some sequence from 0 on"):
+        stream_of(tmp_path / "pair.bin", tmp_path / "cache")
     (tmp_path / "a.bin").write_bytes(SHORT[:-1])
     with pytest.raises(LineartimeError, match=r"a.bin is damaged or cut off \(its ids take [\d,]+ bytes, of 2 each\)"):
         stream_of(tmp_path / "a.bin", tmp_path / "cache", raw_ids="uint16")
+
+
+def test_same_ids_have_one_digest_in_every_format_and_as_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    digests = {(text := stream_of(tmp_path / "a.txt", tmp_path / "cache")).digest}
+    for kind in ("megatron", "nanogpt"):
+        (tmp_path / kind).mkdir()
+        file = write_shard(text, BYTES, tmp_path / kind, "train", kind)  # type: ignore[arg-type]
+        digests.add(stream_of(file, tmp_path / "cache", **({} if kind == "megatron" else {"raw_ids": "uint16"})).digest)
+    assert len(digests) == 1
 
 
 def test_ids_beyond_the_vocabulary_are_named_with_their_place(tmp_path: Path) -> None:

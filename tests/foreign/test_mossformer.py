@@ -122,6 +122,22 @@ def test_layer_in_bfloat16_and_under_autocast_stays_close() -> None:
     torch.testing.assert_close(layer.bfloat16()(x.bfloat16()).float(), expected, atol=0.3, rtol=0.1)
 
 
+@pytest.mark.parametrize("convolution", ["same", "causal"])
+def test_layer_reads_no_frames_and_few_features_in_bfloat16(convolution: Any) -> None:
+    layer, x = made(causal=True, convolution=convolution), torch.randn(2, 2 * CHUNK, made().d_model)
+    layer, x = layer.to(x), x.requires_grad_()
+    for out in (layer(x[:, :0]), layer(x[:0]), layer(x, torch.zeros(x.shape[:2], dtype=torch.bool))):
+        assert not out.any()
+        out.sum().backward()
+    narrow = MossFormerFLASH(16, d_qk=8, rotary_width=4, chunk_size=CHUNK, convolution=convolution)
+    exact, read = narrow(y := torch.randn(1, 48, 16)), narrow.bfloat16()(y.bfloat16())  # PyTorch's conv2d would not return
+    torch.testing.assert_close(read.float(), exact, atol=0.1, rtol=0.1)
+    if convolution == "causal":
+        state = layer.extend(x[:, :3])[1]
+        paused = layer.extend(x[:, 3:7], state.clone(), torch.zeros(2, 4, dtype=torch.bool))[1]
+        assert all(map(torch.equal, state.tensors(), paused.tensors()))
+
+
 def test_layer_drops_in_training_and_is_reset_to_where_it_began() -> None:
     layer, x = MossFormerFLASH(4, **SIZES, dropout=0.5), torch.randn(1, 9, 4)
     assert not torch.equal(layer(x), layer(x))

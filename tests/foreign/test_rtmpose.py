@@ -136,6 +136,13 @@ def test_instances_in_a_batch_are_each_alone_and_dropout_is_of_training() -> Non
     assert not torch.allclose(unit.train()(x, encoding=encoding), out)
 
 
+def test_unit_reads_no_tokens_and_no_keys() -> None:
+    assert PoseGAU(8)(torch.randn(2, 0, 8)).shape == (2, 0, 8)
+    unit, x = PoseGAU(8, cross=True), torch.randn(2, 3, 8)
+    nothing = torch.randn(2, 0, 8)
+    torch.testing.assert_close(unit(x, nothing, nothing), x)  # the shortcut
+
+
 def test_sine_encoding_is_of_mmpose() -> None:
     """Position 2 of width 4 at temperature 1e5: angles 2 and 2 / 1e5^(1/2)."""
     like = torch.zeros(1, dtype=torch.float64)

@@ -115,6 +115,19 @@ def test_int8_weights_of_zero_and_nan_stay() -> None:
     assert logits[1].isnan()
 
 
+def test_int8_weights_decode_any_number_of_streams_and_give_way_to_hooks() -> None:
+    model, ids = model_of(), torch.arange(70) % 37
+    decoder = model.compile_for_decoding("int8")
+    together, _ = decoder.extend(ids, model.init_state(70))
+    parts = [decoder.extend(part, model.init_state(len(part)))[0] for part in ids.split(32)]
+    torch.testing.assert_close(together, torch.cat(parts))
+    model.quantize()
+    model.backbone.blocks[0].mixer.to_output.register_forward_hook(lambda *_: None)
+    by_pytorch = model.compile_for_decoding()
+    assert by_pytorch.native is None
+    torch.testing.assert_close(by_pytorch.extend(ids, model.init_state(70))[0], together)
+
+
 def test_int8_weights_are_refused_where_nothing_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for model in (build("transformer++-tiny", n_blocks=1), model_of(activation="softmax")):
         before = model.backbone.embedding.weight.clone()

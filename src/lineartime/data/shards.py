@@ -104,12 +104,18 @@ class Shards:
         return found
 
     def digest(self) -> str:
-        """A string that differs between other ids: of all, or of 64 blocks of many, which are checked thereby."""
+        """A string that differs between other ids: of all, as of encoded text, or of 64 blocks of many. It checks them, too."""
+
+        def ids(places: slice) -> bytes:
+            found = self[places]
+            return np.where(found < 0, ~found, found).astype("<u2" if self._vocab_size <= 1 << 16 else "<u4").tobytes()
+
         length = len(self)
+        if length <= 64 * _BLOCK:
+            return hashlib.sha256(hashlib.sha256(ids(slice(None))).hexdigest().encode()).hexdigest()[:12]
         found = hashlib.sha256(str(length).encode())
-        for start in range(0, length, max(_BLOCK, length // 64)):
-            found.update(self[start : start + _BLOCK].tobytes())
-        found.update(self[max(0, length - _BLOCK) :].tobytes())
+        for start in (*range(0, length, length // 64), length - _BLOCK):
+            found.update(ids(slice(start, start + _BLOCK)))
         return found.hexdigest()[:12]
 
 
@@ -206,7 +212,7 @@ def _megatron(file: SourceFile) -> Iterator[Piece]:
     width, total = ids.itemsize, 0
     for start in range(0, n, _BLOCK):  # not at once: there may be many millions
         ends = total + lengths[start : start + _BLOCK].cumsum(dtype=np.int64) * width
-        if (places[start : start + _BLOCK] != np.append(total, ends[:-1])).any():
+        if (places[start : start + _BLOCK] != np.append(total, ends[:-1])).any() or lengths[start : start + _BLOCK].min() < 0:
             raise damaged(index, f"some sequence from {start:,} on does not begin where the one before it ends")
         total = int(ends[-1])
     if total != ids.nbytes:

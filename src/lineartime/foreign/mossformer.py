@@ -29,7 +29,7 @@ from lineartime.layers.residual import LayerNorm, Norm, ScaleNorm, build_norm
 from lineartime.models.backbone import ModelState
 from lineartime.ops.checks import check_even, check_positive
 from lineartime.ops.mixed_chunk import MixedChunkOptions, MixedChunkState, Scales, attend, mixed_chunk_state, reciprocal
-from lineartime.ops.modes import acc_dtype, is_exporting
+from lineartime.ops.modes import acc_dtype, autocast_dtype, is_exporting, is_traced
 from lineartime.ops.packing import Packing
 from lineartime.ops.state import State
 
@@ -52,10 +52,17 @@ class ConvolvedDense(nn.Module):
     """h + depthwise convolution of h, with h = silu(norm(x) W + b): [N, d_in] -> [N, d_out]."""
 
     def __init__(
-        self, d_in: int, d_out: int, norm: Norm, convolution: Convolution, dropout: float, **made: Unpack[FactoryOptions]
+        self,
+        d_in: int,
+        d_out: int,
+        norm: Norm,
+        eps: float,
+        convolution: Convolution,
+        dropout: float,
+        **made: Unpack[FactoryOptions],
     ) -> None:
         super().__init__()
-        self.norm = ClampedNorm(**made) if norm == "scalenorm" else build_norm(norm, d_in, **made)
+        self.norm = ClampedNorm(eps, **made) if norm == "scalenorm" else build_norm(norm, d_in, eps, **made)
         self.dense = Dense(d_in, d_out, **made)
         self.taps = nn.Parameter(torch.empty(d_out, 1, FRAMES, **made))
         self.before = FRAMES - 1 if convolution == "causal" else FRAMES // 2
@@ -83,12 +90,15 @@ class ConvolvedDense(nn.Module):
     def convolve(self, rows: Tensor, padding: int) -> Tensor:
         """Add their convolution to rows [R, L, d_out], with as many zeros before as behind: [R, L + 2 padding - 16, d_out].
 
-        On a CPU, PyTorch takes a fraction of the time of `conv1d` for images of one line whose features stand last.
+        On a CPU, PyTorch takes a fraction of the time of `conv1d` for images of one line whose features stand last. But of few
+        features in bf16, it never returns.
         """
         rows, groups = rows.transpose(1, 2), rows.shape[-1]
         if is_exporting():  # without h, whose sum is made of new memory: programs of any length need to know its strides
             return F.conv1d(rows.contiguous(), self.taps, padding=padding, groups=groups).transpose(1, 2)
         taps = self.taps + F.pad(self.taps.new_ones(1), (self.before, FRAMES - 1 - self.before))
+        if (autocast_dtype(rows) or rows.dtype) not in (torch.float32, torch.float64):
+            return F.conv1d(rows.contiguous(), taps.to(rows.dtype), padding=padding, groups=groups).transpose(1, 2)
         out = F.conv2d(rows[:, :, None], taps[:, :, None].to(rows.dtype), padding=(0, padding), groups=groups)
         return out[:, :, 0].transpose(1, 2)
 
@@ -152,7 +162,7 @@ class MossFormerFLASH(Mixer):
         self.norm = nn.Identity()  # each projection has its own, after the shift
         self.d_qk, self.chunk_size, self.convolution = d_qk, chunk_size, convolution
         self.rotary_width = self.rotated_width = rotary_width
-        made: Any = (options["norm"], convolution, self.dropout.p)
+        made: Any = (options["norm"], options.get("norm_eps", 1e-5), convolution, self.dropout.p)
         self.to_hidden = ConvolvedDense(d_model, 4 * d_model, *made, **factory(options))
         self.to_qk = ConvolvedDense(d_model, d_qk, *made, **factory(options))
         self.to_out = ConvolvedDense(2 * d_model, d_model, *made, **factory(options))
@@ -173,6 +183,8 @@ class MossFormerFLASH(Mixer):
 
     @override
     def read(self, x: Tensor, packing: Packing, state: MossFormerState | None = None) -> tuple[Tensor, Any]:
+        if not is_traced() and packing.count == 0:  # PyTorch convolves no rows of nothing
+            return x, state
         kept: Any = (None,) * 4 if state is None else (state.attention, state.hidden, state.qk, state.out)
         attention, of_hidden, of_qk, of_out = kept
         hidden, of_hidden = self.to_hidden(x, packing, of_hidden)

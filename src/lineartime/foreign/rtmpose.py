@@ -106,7 +106,8 @@ class PoseGAU(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        d_out, d_value = d_out or d_model, d_value or 2 * d_model
+        d_out = d_model if d_out is None else d_out
+        d_value = 2 * d_model if d_value is None else d_value
         check_positive(d_model=d_model, d_out=d_out, d_value=d_value, d_qk=d_qk, n_tokens=1 if n_tokens is None else n_tokens)
         check_even("half of the features are rotated with the other half", d_qk=d_qk)
         check_choice("activation", activation, get_args(PoseActivation))
@@ -165,6 +166,9 @@ class PoseGAU(nn.Module):
         if self.a is not None and self.b is not None:
             a, b = (_rotated(each, sine_encoding(size, s, _INVERTED, like=q)) for each, size in ((self.a, n), (self.b, m)))
             scores = scores + a / math.sqrt(s) @ b.mT
+        if not m:  # of no keys, there is no largest score
+            scores, v = scores.new_zeros(*scores.shape[:-1], 1), v.new_zeros(*v.shape[:-2], 1, v.shape[-1])
+            mask = None
         largest = scores.detach().amax(-1, keepdim=True).clamp(min=1e-5)  # y does not depend on it
         p = F.dropout((scores / largest).relu().square(), self.dropout, self.training)
         attended = (p if mask is None else p * mask) @ v

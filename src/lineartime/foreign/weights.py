@@ -76,6 +76,10 @@ class StateDict(dict[str, Tensor]):
         if not isinstance(tensors, Mapping):
             found = type(tensors).__name__
             raise ArgumentError("weights", f"is of type {found}, but must be tensors by name: give model.state_dict().")
+        for name, tensor in tensors.items():
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                found = f"holds a {type(tensor).__name__} as {shown(name)}"
+                raise ArgumentError("weights", f"{found}, but must be tensors by name: give model.state_dict().")
         super().__init__(tensors)
         self.package = package
 

@@ -57,7 +57,7 @@ class NativeDecoder:
     def __init__(self, backbone: Backbone, head: nn.Linear | None, functions: NativeFunctions, int8: bool) -> None:
         layers: list[Any] = [block.mixer for block in backbone.blocks]
         first, position = layers[0], backbone.position
-        self._backbone, self._dtype, self._int8 = backbone, first.gamma.dtype, int8
+        self._backbone, self._dtype, self.int8 = backbone, first.gamma.dtype, int8
         self._kept: list[Tensor] = []
         self._shifted = first.token_shift
         self._recalling = [place for place, layer in enumerate(layers) if isinstance(layer, FLASHMesa)]
@@ -184,7 +184,7 @@ class NativeDecoder:
 
     def _matrix(self, weight: Tensor, bias: Tensor | None) -> bytes:
         """A `Matrix`: the weights, the factors of rows, and what is added."""
-        rounded, scale = quantized(weight) if self._int8 else (weight, None)
+        rounded, scale = quantized(weight) if self.int8 else (weight, None)
         return _fields(self._keep(rounded), self._keep(scale), self._keep(bias))
 
     def _norm(self, norm: nn.Module) -> bytes:

@@ -204,15 +204,16 @@ class CausalLM(LanguageModel):
 
         Args:
             weights: "own", or "int8" for copies of the matrices in int8 with a factor for each row, of which a token reads a
-                byte a weight. The model keeps its own, which read prompts: `quantize` rounds both. By default, what it did.
+                byte a weight. The model keeps its own, which read prompts: `quantize` rounds both. By default, what it did,
+                and without C++ the model's own.
 
         Raises:
             ArgumentError: for "int8" where C++ does not decode this model.
         """
-        weights = self.decoded_weights if weights is None else weights
-        check_choice("weights", weights, get_args(Weights))
+        chosen = self.decoded_weights if weights is None else weights
+        check_choice("weights", chosen, get_args(Weights))
         is_plain = type(self) is CausalLM and self.compiled_step is None and not is_modified(self)
-        native = native_decoder(self.backbone, self.lm_head, weights == "int8") if is_plain else None
+        native = native_decoder(self.backbone, self.lm_head, chosen == "int8") if is_plain else None
         if weights == "int8" and native is None:
             why = why_not_native() or "it decodes unmodified FLASH layers with the activation relu2 on a CPU"
             raise ArgumentError("weights", f"is int8, which only the decoder in C++ reads, but {why}: use 'own'.")
@@ -276,7 +277,7 @@ class Decoder:
     @torch.no_grad()
     def extend(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """Read one more token of each stream: int64 [B] -> logits [B, V], and the new state; `state` is consumed."""
-        if self.native is not None and 0 < len(tokens) <= MAX_STREAMS:
+        if self.native is not None and (0 < len(tokens) <= MAX_STREAMS or (self.native.int8 and len(tokens))):
             return self.native.logits(tokens.contiguous(), state), state
         return read_token(self.model, tokens, state)
 
