@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30780,
-    "all tests": 22410,
+    "all source": 30810,
+    "all tests": 22470,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
@@ -182,12 +182,12 @@ BUDGETS: dict[str, int] = {
     "evaluation": 550,
     "experiments": 1840,
     "finetuning": 1400,
-    "foreign": 1440,
+    "foreign": 1460,
     "generation": 780,
     "ground": 1410,
     "hf": 1400,
     "inspection": 280,
-    "layers": 2350,
+    "layers": 2360,
     "models": 2680,
     "ops": 3550,
     "runs": 880,

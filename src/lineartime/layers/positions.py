@@ -63,21 +63,24 @@ class RotaryBias(RelativeBias):
         self.reset_parameters()
 
     def forward(self, n: int, packing: Packing | None = None) -> Tensor:
-        exact, half = acc_dtype(self.a), self.a.shape[0] // 2
+        exact, half, near = acc_dtype(self.a), self.a.shape[0] // 2, 64
+        (a1, a2), (b1, b2) = self.a.to(exact).chunk(2), self.b.to(exact).chunk(2)
+        of_cos, of_sin = a1 * b1 + a2 * b2, a2 * b1 - a1 * b2
 
-        # Angles are sums, of that of every 64th distance and of one below. Where code is traced, n is a symbol.
-        near = 1 if is_traced() else 64
+        def table(stop: int, step: int = 1) -> Tensor:
+            return rotary_table(torch.arange(0, stop, step, device=self.a.device), half, exact)
 
         def tables() -> tuple[Tensor, Tensor]:
-            starts, rest = (torch.arange(0, stop, step, device=self.a.device) for stop, step in ((n, near), (near, 1)))
-            return rotary_table(starts, half, exact), rotary_table(rest, half, exact)
+            return table(n, near), table(near)
 
-        far, rest = tables() if packing is None or is_traced() else packing.shared(("distances", half, n, exact), tables)
-        (a1, a2), (b1, b2) = self.a.to(exact).chunk(2), self.b.to(exact).chunk(2)
-        (cos, sin), of_cos, of_sin = far, a1 * b1 + a2 * b2, a2 * b1 - a1 * b2
-        even = (cos * of_cos) @ rest[0].mT - (sin * of_cos) @ rest[1].mT
-        odd = (sin * of_sin) @ rest[0].mT + (cos * of_sin) @ rest[1].mT
-        even, odd = (x.flatten()[:n] for x in (even, odd))
+        if is_traced():  # where n is a symbol
+            cos, sin = table(n)
+            even, odd = cos @ of_cos, sin @ of_sin
+        else:  # Angles are sums, of that of every 64th distance and of one below.
+            (cos, sin), rest = tables() if packing is None else packing.shared(("distances", half, n, exact), tables)
+            even = (cos * of_cos) @ rest[0].mT - (sin * of_cos) @ rest[1].mT
+            odd = (sin * of_sin) @ rest[0].mT + (cos * of_sin) @ rest[1].mT
+            even, odd = (x.flatten()[:n] for x in (even, odd))
         return torch.cat([(even - odd)[1:].flip(0), even + odd])
 
 
