@@ -329,7 +329,7 @@ def test_resumed_run_refuses_options_that_must_stay(finished: Path) -> None:
     assert saved_config(start).compile == "off"  # what "auto" came to
     with pytest.raises(LineartimeError, match="which is a checkpoint: give the folder of its run, or a new one"):
         resumed(start)
-    with pytest.raises(LineartimeError, match="does not exist: give the folder of a run"):
+    with pytest.raises(LineartimeError, match="does not exist: give the folder of the run to resume"):
         resumed(finished / "nothing")
 
 

@@ -64,8 +64,9 @@ def complete(given: Mapping[str, Any]) -> TrainConfig:
         name = "init_from" if config.recipe is None else "recipe"
         raise ArgumentError(name, "starts a new run, and cannot be combined with `resume`: use one of them.")
     again = config.auto_resume or read_environment().torchelastic_restart_count > 0  # torchrun has replaced a lost process
-    if config.resume:
+    if config.resume or (again and config.out is not None and list_checkpoints(run)):
         return _resumed(run, given)
+    chosen = given
     defaults = TrainConfig()
     if config.recipe is not None and config.preset in PRESETS:  # `TrainConfig.model_config` reports unknown presets
         defaults = recipe_config(config.recipe, config.preset if "preset" in given else None)
@@ -82,8 +83,8 @@ def complete(given: Mapping[str, Any]) -> TrainConfig:
         if given.get("preset", model["preset"]) != model["preset"]:  # that another preset fits is not made by overrides
             model["override"] = ()
         defaults = dataclasses.replace(defaults, **model, tokenizer=str(start))
-        given = {**given, "init_from": start}
-    asked = _applied(defaults, given)
+        chosen = {**given, "init_from": start}
+    asked = _applied(defaults, chosen)  # whose preset names the folder
     return _resumed(asked.run_directory, given) if again and list_checkpoints(asked.run_directory) else asked
 
 
