@@ -1,9 +1,10 @@
-"""Write the shards in `shards/` by the formats' own writers: python make_shards.py, in an environment that has them.
+"""Write the shards in `shards.zip` by the formats' own writers: python make_shards.py, in an environment that has them.
 
 megatron-core 0.16.1, mosaicml-streaming 0.13.0, litdata 0.2.76 and webdataset 1.0.2; their ids and texts are in expected.json.
 """
 
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -79,3 +80,5 @@ if __name__ == "__main__":
     (OUT / "expected.json").write_text(json.dumps({"ids": IDS, "texts": TEXTS}))
     for make in (megatron, mds, litdata, webdataset):
         make()
+    shutil.make_archive(str(OUT), "zip", OUT)
+    shutil.rmtree(OUT)

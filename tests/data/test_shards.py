@@ -5,6 +5,7 @@ import shutil
 import tracemalloc
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
@@ -33,7 +34,9 @@ from lineartime.data.tokens import write_shard
 from lineartime.errors import LineartimeError
 from lineartime.training.config import TrainConfig
 
-ASSETS = Path(__file__).parent.parent / "assets" / "shards"
+UNPACKED = TemporaryDirectory()  # until the end of the tests
+ASSETS = Path(UNPACKED.name)
+shutil.unpack_archive(Path(__file__).parent.parent / "assets" / "shards.zip", ASSETS)
 EXPECTED = json.loads((ASSETS / "expected.json").read_text())
 IDS: list[list[int]] = EXPECTED["ids"]
 FLAT = [token for ids in IDS for token in [*ids, 256]]  # with the end of a document after each
