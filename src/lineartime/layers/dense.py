@@ -1,7 +1,6 @@
 """Linear projections and embeddings with the initialisation of the paper, and the device and dtype of their parameters."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -129,4 +128,8 @@ def apart(layer: nn.Module, x: Tensor, widths: list[int]) -> Sequence[Tensor]:
 def reset_parts(module: nn.Module) -> None:
     """Initialise the parameters of all submodules of a module."""
     for part in module.children():
-        (getattr(part, "reset_parameters", None) or partial(reset_parts, part))()
+        reset = getattr(part, "reset_parameters", None)
+        if reset is None:
+            reset_parts(part)
+        else:
+            reset()
