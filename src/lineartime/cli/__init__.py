@@ -97,9 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if not is_out_of_memory(error):
             raise
-        flags = [
-            f"--{name.replace('_', '-')}" for name in ("batch_size", "context_length", "samples") if hasattr(options, name)
-        ]
+        known = _flags(type(options))
+        flags = [known[name] for name in ("batch_size", "context_length", "samples") if name in known]
         advice = f": use a smaller {' or '.join(flags)}." if flags else "."
         return _fail(f"This machine has too little memory{advice}")
     except KeyboardInterrupt as interrupt:
