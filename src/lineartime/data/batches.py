@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineartime.choices import Task
+from lineartime.data.shards import unmarked
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import ArgumentError
@@ -66,11 +67,6 @@ def spread_windows(stream: TokenStream, count: int, context_length: int) -> list
 def read_window(stream: TokenStream, start: int, length: int) -> Tensor:
     """Read at most `length` tokens from `start`, as int64; ~x is x, and the end of a document by the file of shards."""
     return torch.from_numpy(stream.tokens[start : start + length].astype(np.int64))
-
-
-def unmarked(windows: Tensor) -> Tensor:
-    """Tokens that `read_window` returned, without marks."""
-    return torch.where(windows < 0, ~windows, windows)
 
 
 def causal_batch(windows: Tensor) -> Batch:

@@ -82,7 +82,7 @@ class SourceFile:
 
     @cached_property
     def has_ids(self) -> bool:
-        """Whether the file holds token ids, which of a file with columns its first record tells."""
+        """Whether the file holds token ids, which of a file with columns the first value tells."""
         if self.shard in ("Arrow", "MDS") or (self.format_suffix == ".parquet" and not self.is_compressed):
             values = (
                 next((record[name] for name in self.columns if name in record), "")

@@ -59,6 +59,16 @@ class Piece(NamedTuple):
         return cut._replace(ends=np.append(inside, stop - start) if ends and (stop - start) not in inside[-1:] else inside)
 
 
+def unmarked(ids: Any) -> Any:
+    """Ids of `Shards`, int64 in an array or a tensor, without marks: ~x becomes x."""
+    return ids ^ (ids >> 63)
+
+
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype of a file of the ids of a vocabulary."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
 class Shards:
     """The ids of pieces as one sequence. A slice is int64, in which the last id x of a document that its file ends is ~x.
 
@@ -107,8 +117,8 @@ class Shards:
         """A string that differs between other ids: of all, as of encoded text, or of 64 blocks of many. It checks them, too."""
 
         def ids(places: slice) -> bytes:
-            found = self[places]
-            return np.where(found < 0, ~found, found).astype("<u2" if self._vocab_size <= 1 << 16 else "<u4").tobytes()
+            content: bytes = unmarked(self[places]).astype(id_dtype(self._vocab_size)).tobytes()
+            return content
 
         length = len(self)
         if length <= 64 * _BLOCK:

@@ -19,7 +19,7 @@ from lineartime.data.corpora import Corpus, LocalCorpus
 from lineartime.data.folders import SHARES, SPLITS, FilePart
 from lineartime.data.progress import Progress
 from lineartime.data.readers import BLOCK
-from lineartime.data.shards import Piece, Shards, mapped, read_pieces, write_ids
+from lineartime.data.shards import Piece, Shards, id_dtype, mapped, read_pieces, unmarked, write_ids
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import Count, Matching
@@ -74,7 +74,7 @@ def token_stream(
         return TokenStream(name, shards, 0, 0, shards.digest(), shards.n_documents, is_cut)
     key = "\n".join([str(_FORMAT), fingerprint(tokenizer), str(max_tokens), corpus.identity(split)])
     file = Path(cache) / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:20]}.tokens"
-    about, dtype = file.with_suffix(".json"), np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    about, dtype = file.with_suffix(".json"), id_dtype(tokenizer.vocab_size)
     if not (file.exists() and about.exists()):
         _write(file, about, dtype, corpus, split, tokenizer, max_tokens)
     facts = read_file(about, TokenFileInfo, "delete it to encode the text again")
@@ -119,9 +119,9 @@ def write_shard(stream: TokenStream, tokenizer: Tokenizer, folder: Path, split: 
     def blocks() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         for start in range(0, len(stream), PART):
             read = np.asarray(stream.tokens[start : start + PART], np.int64)
-            yield np.where(read < 0, ~read, read), ((read < 0) | (read == tokenizer.end_of_document)).nonzero()[0] + 1
+            yield unmarked(read), ((read < 0) | (read == tokenizer.end_of_document)).nonzero()[0] + 1
 
-    is_short = tokenizer.vocab_size <= 1 << 16
+    is_short = id_dtype(tokenizer.vocab_size).itemsize == 2
     if kind == "nanogpt" and not is_short:
         found = f"is nanogpt, whose ids are uint16, but the tokenizer has {tokenizer.vocab_size:,} tokens"
         raise ArgumentError("format", f"{found}: write megatron, or give another tokenizer.")

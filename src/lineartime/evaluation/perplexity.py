@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineartime.data.batches import causal_batch, evaluation_batch, read_window, row_frame, text_length, unmarked
+from lineartime.data.batches import causal_batch, evaluation_batch, read_window, row_frame, text_length
 from lineartime.data.corpora import no_text
 from lineartime.data.progress import Progress
+from lineartime.data.shards import unmarked
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
 from lineartime.errors import ArgumentError, LineartimeError
