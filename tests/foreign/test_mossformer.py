@@ -237,6 +237,8 @@ def test_layers_inside_a_model_of_theirs_are_replaced() -> None:
 
 
 def test_model_without_their_layers_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="layers is empty, but a stack has one layer at least"):
+        MossFormerStack([])
     with pytest.raises(ArgumentError, match="model has no FLASH of MossFormer among its parts"):
         replace_mossformer(nn.Sequential(nn.Linear(2, 2)))
     gan = type("MossFormer", (Theirs,), {})
@@ -247,7 +249,7 @@ def test_model_without_their_layers_is_refused() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_layer_and_stack_become_onnx_for_any_length_from_a_chunk_on(causal: bool, depth: int, tmp_path: Path) -> None:
+def test_layer_and_stack_become_onnx_for_any_length(causal: bool, depth: int, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
     layers = stacked(causal=causal).float().eval()
     module = layers if depth == 2 else layers.layers[0]
@@ -255,7 +257,7 @@ def test_layer_and_stack_become_onnx_for_any_length_from_a_chunk_on(causal: bool
     with torch.no_grad():
         program = torch.export.export(module, (torch.randn(2, 5 * CHUNK + 3, 4),), dynamic_shapes=shapes)
     session = onnxruntime.InferenceSession(write_onnx(program, tmp_path / "layers.onnx"))
-    for rows, length in ((1, CHUNK), (3, CHUNK + 1), (2, 4 * CHUNK - 1), (1, 150)):
+    for rows, length in ((2, 1), (1, CHUNK - 1), (1, CHUNK), (3, CHUNK + 1), (2, 4 * CHUNK - 1), (1, 150)):
         x = torch.randn(rows, length, 4)
         with torch.no_grad():
             expected = module(x)

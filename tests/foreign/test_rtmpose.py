@@ -190,6 +190,7 @@ def test_weights_and_inputs_that_do_not_fit_are_named() -> None:
         (lambda: unit(x, encoding=x[0]), "encoding is of shape .*, but positions='none' needs None"),
         (lambda: build("rtmo-add")(x), rf"encoding is None, but positions='add' needs of shape \[{T}, {S}\]"),
         (lambda: unit(x, mask=torch.ones(2, T)), r"mask has shape \[2, 5\], but must be \[..., 5, 5\]"),
+        (lambda: unit(x, mask=torch.ones(3, T, T)), r"mask has shape \[3, 5, 5\], .* as \[2, 5, 5\]"),
         (lambda: PoseGAU(D, cross=True, positions="add"), "positions is 'add', but cross-attention has only"),
         (lambda: PoseGAU(D, d_qk=3), "d_qk is 3, but must be even"),
     ):

@@ -71,6 +71,7 @@ def test_padding_packs_the_future_and_cuts_of_streams_change_nothing(tiny: Any, 
             step, state = decoder.extend(padded[:, token], state)
             close(step, torch.cat([one[:, token] for one in alone]))
         assert state.position.tolist() == list(lengths)
+    close(model.compile_for_decoding().extend(rows[0][:, 0])[0], alone[0][:, 0])  # a stream begins by one token, too
 
 
 def test_masked_model_looks_both_ways(tiny: Any) -> None:

@@ -197,8 +197,10 @@ class PoseGAU(nn.Module):
             found = "None" if encoding is None else f"of shape {list(encoding.shape)}"
             needs = f"of shape [{n}, {s}]" if wanted else "None"
             raise ArgumentError("encoding", f"is {found}, but positions={self.positions!r} needs {needs}.")
-        if mask is not None and (mask.dim() < 2 or mask.shape[-2] not in (1, n) or mask.shape[-1] not in (1, m)):
-            raise ArgumentError("mask", f"has shape {list(mask.shape)}, but must be [..., {n}, {m}].")
+        scores = (*x.shape[:-2], n, m)
+        fits = mask is None or all(a in (1, b) for a, b in zip(mask.shape[::-1], scores[::-1], strict=False))
+        if mask is not None and (mask.dim() < 2 or not fits):
+            raise ArgumentError("mask", f"has shape {list(mask.shape)}, but must be [..., {n}, {m}], as {list(scores)}.")
         if self.w is not None and 2 * n - 1 > len(self.w):
             raise ArgumentError("x", f"has {n} tokens, but the relative bias is for at most {(len(self.w) + 1) // 2}.")
 

@@ -275,8 +275,9 @@ class Decoder:
     native: NativeDecoder | None  # its step as one C++ function, of the weights as they were; None where there is none
 
     @torch.no_grad()
-    def extend(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-        """Read one more token of each stream: int64 [B] -> logits [B, V], and the new state; `state` is consumed."""
+    def extend(self, tokens: Tensor, state: ModelState | None = None) -> tuple[Tensor, ModelState]:
+        """Read one token of each stream, without a state its first: int64 [B] -> logits [B, V]; `state` is consumed."""
+        state = self.model.init_state(len(tokens)) if state is None else state
         if self.native is not None and (0 < len(tokens) <= MAX_STREAMS or (self.native.int8 and len(tokens))):
             return self.native.logits(tokens.contiguous(), state), state
         return read_token(self.model, tokens, state)
