@@ -21,7 +21,7 @@ from lineartime.runs.record import read_record
 from lineartime.runs.table import summarize
 from lineartime.training.config import TrainConfig, learning_rate, recipe_config, with_other_steps
 from lineartime.training.loop import train
-from lineartime.training.saving import complete
+from lineartime.training.setup import complete
 
 from .conftest import MakeConfig
 

@@ -26,11 +26,11 @@ from lineartime.models import CausalLM, MaskedLM
 from lineartime.runs import metrics as run_metrics
 from lineartime.runs.metrics import NullReporter
 from lineartime.runs.record import read_record
-from lineartime.training import saving
+from lineartime.training import setup
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Stop, Trainer, interrupts, train
 from lineartime.training.parallel import World, part_of
-from lineartime.training.saving import complete, saved_config
+from lineartime.training.setup import complete, saved_config
 
 from .conftest import MakeConfig, interrupting
 
@@ -191,13 +191,13 @@ def test_auto_resume_takes_what_a_run_began_with_again(
 def test_processes_that_torchrun_starts_again_resume_the_run_of_the_preset_of_the_recipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run, asked = saving.complete({"recipe": "quick"}).run_directory, list[Path]()
-    assert run != saving.complete({}).run_directory
+    run, asked = setup.complete({"recipe": "quick"}).run_directory, list[Path]()
+    assert run != setup.complete({}).run_directory
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert not saving.complete({"recipe": "quick"}).resume  # before the first checkpoint
-    monkeypatch.setattr(saving, "list_checkpoints", lambda folder: [folder])
-    monkeypatch.setattr(saving, "_resumed", lambda folder, given: asked.append(folder))
-    saving.complete({"recipe": "quick"})
+    assert not setup.complete({"recipe": "quick"}).resume  # before the first checkpoint
+    monkeypatch.setattr(setup, "list_checkpoints", lambda folder: [folder])
+    monkeypatch.setattr(setup, "_resumed", lambda folder, given: asked.append(folder))
+    setup.complete({"recipe": "quick"})
     assert asked == [run]
 
 

@@ -28,20 +28,10 @@ from lineartime.ops.cross_entropy import IGNORED
 from lineartime.runs.curve import draw_curve
 from lineartime.runs.metrics import NullReporter, Reporter, StepMetrics, losses, read_metrics
 from lineartime.runs.record import RunRecord, locked
+from lineartime.training import setup
 from lineartime.training.config import TrainConfig, learning_rate, warmup_steps
 from lineartime.training.optimizers import build_optimizer
 from lineartime.training.parallel import Objective, Parallel, World, join_world, part_of, read_environment
-from lineartime.training.saving import CheckpointWriter, complete, restore_moments, saved_config, starting_point
-from lineartime.training.setup import (
-    Text,
-    check_same_run,
-    check_start,
-    make_model,
-    make_tokenizer,
-    read_corpus,
-    slice_unit,
-    start_notes,
-)
 
 
 @dataclass(frozen=True)
@@ -106,7 +96,7 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
     if not isinstance(options.get("preset", ""), str):  # a `ModelConfig` sets several options
         described = TrainConfig(**options)
         options |= {name: getattr(described, name) for name in ("preset", "task", "override")}
-    return train_completed(complete(options))
+    return train_completed(setup.complete(options))
 
 
 def train_completed(config: TrainConfig) -> TrainingResult:
@@ -124,7 +114,7 @@ def train_completed(config: TrainConfig) -> TrainingResult:
         together as world,
         locked(run, keep=True) if world.is_main else nullcontext(),
     ):
-        start = world.share(lambda: starting_point(config))
+        start = world.share(lambda: setup.starting_point(config))
         # The trainer gets no name: it must be freed before the processes disconnect, which could deadlock (`join_world`).
         return Trainer(config, world, start, record).run()
 
@@ -149,13 +139,13 @@ class Trainer:
 
         rows = config.rows(world.data_rank, world.data_ranks)
         if start is None and config.init_from is not None:
-            check_start(config, config.init_from)
-        corpus = world.local_main_first("the corpus", lambda: read_corpus(config, start))
-        self.tokenizer = make_tokenizer(config, world, start, corpus)
-        self.model = model = make_model(config, world, start, self.tokenizer.vocab_size, rows, self.device)
+            setup.check_start(config, config.init_from)
+        corpus = world.local_main_first("the corpus", lambda: setup.read_corpus(config, start))
+        self.tokenizer = setup.make_tokenizer(config, world, start, corpus)
+        self.model = model = setup.make_model(config, world, start, self.tokenizer.vocab_size, rows, self.device)
         objective = Objective(model, world.context_group)
-        self.text = world.local_main_first("the text", lambda: Text(corpus, self.tokenizer, config, rows))
-        check_same_run(config, self.text, world)
+        self.text = world.local_main_first("the text", lambda: setup.Text(corpus, self.tokenizer, config, rows))
+        setup.check_same_run(config, self.text, world)
 
         self.tokens_per_step = rows.per_step * config.context_length
         tokens = self.tokens_per_step * config.steps
@@ -175,7 +165,7 @@ class Trainer:
         )
         self.parallel = Parallel(objective, config, world)  # copies the weights, so they must be final by now
         self.optimizer = build_optimizer(model, config)
-        self.writer = CheckpointWriter(config, model, self.optimizer, self.tokenizer, world)
+        self.writer = setup.CheckpointWriter(config, model, self.optimizer, self.tokenizer, world)
         self._window, self._windows = self._spread_windows()
 
         self.step = 0
@@ -197,12 +187,12 @@ class Trainer:
             )
         self.step, self.skipped, self._validation_loss = state.step, state.skipped, checkpoints.read_validation_loss(start)
         self.text.loader.restore(state.data)
-        restore_moments(start, self.optimizer, self.step - self.skipped)
+        setup.restore_moments(start, self.optimizer, self.step - self.skipped)
 
     def _notes(self, start: Path | None) -> list[str]:
         """What the user may not expect."""
         config = self.config
-        before = None if start is None else saved_config(start).precision
+        before = None if start is None else setup.saved_config(start).precision
         faster, reason = faster_precision(self.device)
         notes = []
         if before not in (None, config.precision):
@@ -210,7 +200,7 @@ class Trainer:
         elif config.precision != faster and (config.precision == "bf16" or start is not None):
             notes.append(f"Computing in {config.precision}; {faster} would be faster here, because {reason}.")
         if start is None:
-            notes += self.world.share(lambda: start_notes(config, self.tokenizer, self.model.config))
+            notes += self.world.share(lambda: setup.start_notes(config, self.tokenizer, self.model.config))
         else:
             notes.append(f"Resuming from {start.name}.")
         if self.resumed and config.max_time is not None:
@@ -378,7 +368,7 @@ class Trainer:
         config, text = self.config, self.text.validation
         length = config.context_length
         if self.world.context_parallel > 1 and len(text) <= length:  # the longest window that can be sliced
-            unit = slice_unit(self.model.config, self.world)
+            unit = setup.slice_unit(self.model.config, self.world)
             length = (len(text) - 1) // unit * unit
             if length <= 0:
                 few = f"The held-out text has {len(text)} tokens, too few for slices of whole chunks ({unit} + 1)"
