@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from lineartime.data import progress
-from lineartime.data.progress import Progress
+from lineartime import screen
+from lineartime.screen import Progress
 
 
 class Terminal(io.StringIO):
@@ -18,7 +18,7 @@ def test_lines_now_and_then_tell_what_is_done(capsys: pytest.CaptureFixture[str]
     with Progress("thinking") as shown:
         shown.advance(3)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "_PAUSE", 0)
+    monkeypatch.setattr(screen, "_PAUSE", 0)
     with Progress("reading") as shown:
         shown.advance(3)
         shown.advance(2000)

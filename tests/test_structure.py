@@ -184,7 +184,7 @@ BUDGETS: dict[str, int] = {
     "finetuning": 1400,
     "foreign": 1460,
     "generation": 780,
-    "ground": 1410,
+    "ground": 1430,
     "hf": 1400,
     "inspection": 280,
     "layers": 2360,

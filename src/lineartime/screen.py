@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -14,10 +15,13 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import Progress as Bar
+    from rich.progress import ProgressColumn
     from rich.table import Table
 
 Item = TypeVar("Item")
+
+_PAUSE = 20.0  # seconds between lines
 
 
 class _Screen:
@@ -102,14 +106,47 @@ def print_markdown(text: str) -> None:
         print(text, end="")
 
 
-def progress_bar(*columns: "ProgressColumn") -> "Progress":
+def progress_bar(*columns: "ProgressColumn") -> "Bar":
     """A progress bar on standard error, where one can be shown. Its console prints lines everywhere."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress as Bar
 
     console = Console(file=SCREEN, highlight=False, markup=False, soft_wrap=True)
     in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None  # without it, rich warns and shows no bar
-    return Progress(*columns, console=console, disable=not (console.is_terminal or in_notebook), transient=True)
+    return Bar(*columns, console=console, disable=not (console.is_terminal or in_notebook), transient=True)
+
+
+class Progress:
+    """A context manager that shows what is being done, and its share of a `total`, or without one the bytes so far.
+
+    It is a bar, or without a terminal a line now and then.
+    """
+
+    def __init__(self, description: str, total: int | None = None) -> None:
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+        text = TextColumn("{task.description} {task.fields[done]}", markup=False)
+        self._bar = progress_bar(text, BarColumn(20), TimeElapsedColumn())
+        self._task = self._bar.add_task(description, total=total, done="")
+        self._shown = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, count: int) -> None:
+        """Add `count` to what is done."""
+        from rich.filesize import decimal
+
+        task, completed = self._bar.tasks[0], int(self._bar.tasks[0].completed) + count
+        done = f"{completed / task.total:.0%}" if task.total else decimal(completed)
+        self._bar.update(self._task, advance=count, done=done)
+        if self._bar.disable and time.monotonic() - self._shown > _PAUSE:
+            self._shown = time.monotonic()
+            print(f"{task.description} ... {done}", file=SCREEN, flush=True)
 
 
 def discard(stream: IO[str]) -> None:

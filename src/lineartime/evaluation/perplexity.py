@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lineartime.data.batches import causal_batch, evaluation_batch, read_window, row_frame, text_length
 from lineartime.data.corpora import no_text
-from lineartime.data.progress import Progress
 from lineartime.data.shards import unmarked
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
@@ -26,6 +25,7 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.machine import autocast
 from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits
 from lineartime.ops.cross_entropy import IGNORED
+from lineartime.screen import Progress
 
 _SCANNED = 1 << 20
 """The number of tokens among which ends of documents are looked for at once."""
