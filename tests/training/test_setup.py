@@ -71,7 +71,7 @@ def test_any_failure_of_the_thread_that_writes_is_raised(monkeypatch: pytest.Mon
     def fails(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(setup, "list_checkpoints", fails)
+    monkeypatch.setattr(checkpoints, "list_checkpoints", fails)
     with pytest.raises(OSError, match="Input/output error"):
         save(tmp_path, 1)
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lineartime import checkpoint as checkpoints
-from lineartime.data import Batch, evaluation_batch, merge_states, read_window, spread_windows, text_length
+from lineartime.data import evaluation_batch, merge_states, read_window, spread_windows, text_length
 from lineartime.errors import DivergedError, LineartimeError, require_packages
 from lineartime.files import removed_on_failure
 from lineartime.host import freed_memory_kept, stop_signals
@@ -166,7 +165,7 @@ class Trainer:
         self.parallel = Parallel(objective, config, world)  # copies the weights, so they must be final by now
         self.optimizer = build_optimizer(model, config)
         self.writer = setup.CheckpointWriter(config, model, self.optimizer, self.tokenizer, world)
-        self._window, self._windows = self._spread_windows()
+        self._window_length, self._window_starts = self._spread_windows()
 
         self.step = 0
         self.skipped = 0
@@ -273,10 +272,13 @@ class Trainer:
         start = time.perf_counter()
         batches = self.text.loader.next_step()
         waiting = time.perf_counter() - start
-        own_targets = [int((batch.targets != IGNORED).sum()) for batch in batches]
-        # Processes that share a sequence have the same batches.
-        [targets] = self.world.sum(sum(own_targets) / self.world.context_parallel)
-        loss, norm = self._compute_gradient(batches, own_targets, targets)
+        # The seed of dropout is derived from the step, so that checkpoints need not store a state.
+        seeds = np.random.SeedSequence((self.config.seed, self.step, self.world.rank)).generate_state(1, np.uint64)
+        torch.manual_seed(int(seeds[0] >> np.uint64(1)))
+        losses, norms, targets = self.parallel.gradient(batches)
+        # Copy to the host once, at the end: a copy waits for the device, which then idles until the next pass is queued.
+        copied = torch.stack([x.to(losses[0].dtype) for x in (*losses, *norms)]).tolist()
+        loss, norm = sum(copied[: len(losses)]), sum(copied[len(losses) :]) / len(norms)
         finite = math.isfinite(loss) and math.isfinite(norm)
         loss, norm, infinite, stopped = self.world.sum(loss, norm, not finite, stop.requested)
         loss = loss / targets if targets else math.nan  # a masked model may have nothing to predict
@@ -295,32 +297,6 @@ class Trainer:
         if infinite:
             self._report_skipped(loss, report)
         return stopped > 0
-
-    def _compute_gradient(self, batches: Sequence[Batch], own_targets: list[int], targets: float) -> tuple[float, float]:
-        """Run both passes of a step and clip the gradient; return the sum of this process's losses, in nats.
-
-        Also return the norm of the gradient before clipping; if groups of micro-batches are clipped separately, their mean.
-        """
-        # The seed of dropout is derived from the step, so that checkpoints need not store a state.
-        seeds = np.random.SeedSequence((self.config.seed, self.step, self.world.rank)).generate_state(1, np.uint64)
-        torch.manual_seed(int(seeds[0] >> np.uint64(1)))
-        bf16 = self.config.precision == "bf16"
-        losses: list[Tensor] = []
-        norms: list[Tensor] = []
-        size = len(batches) // self.parallel.groups
-        for start in range(0, len(batches), size):
-            weight = self.parallel.loss_weight(sum(own_targets[start : start + size]), targets)
-            for index in range(start, start + size):
-                with self.parallel.accumulate(last=index == len(batches) - 1):
-                    with autocast(self.device, bf16):
-                        loss = self.parallel.objective(*part_of(batches[index], self.world, self.device))
-                    (loss * weight).backward()
-                losses.append(loss.detach())
-            norms.append(self.parallel.clip())
-        self.parallel.finish()
-        # Copy to the host once, at the end: a copy waits for the device, which then idles until the next pass is queued.
-        numbers = torch.stack([x.to(losses[0].dtype) for x in (*losses, *norms)]).tolist()
-        return sum(numbers[: len(losses)]), sum(numbers[len(losses) :]) / len(norms)
 
     def _report_skipped(self, loss: float, report: NullReporter) -> None:
         """Say why the step was skipped. Raises DivergedError after too many in a row."""
@@ -383,13 +359,13 @@ class Trainer:
         total, count, stopped = 0.0, 0, False
         objective.eval()
         together = config.batch_size * world.data_ranks
-        for first in range(0, len(self._windows), together):
+        for first in range(0, len(self._window_starts), together):
             stopped = stop is not None and world.sum(stop.requested) != [0]
             if stopped:
                 break
-            own = list(range(first, min(first + together, len(self._windows))))[world.data_rank :: world.data_ranks]
+            own = list(range(first, min(first + together, len(self._window_starts))))[world.data_rank :: world.data_ranks]
             read = own or [first]  # FSDP needs every process in each forward pass
-            windows = torch.stack([read_window(text, self._windows[index], self._window + 1) for index in read])
+            windows = torch.stack([read_window(text, self._window_starts[index], self._window_length + 1) for index in read])
             batch = evaluation_batch(config.task, windows, self.tokenizer, read, packed=config.packed)
             if not own:
                 batch = batch._replace(targets=torch.full_like(batch.targets, IGNORED))

@@ -21,19 +21,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lineartime import checkpoint as checkpoints
 from lineartime import data
-from lineartime.checkpoint import (
-    HELD_OUT,
-    OPTIMIZER_FOLDER,
-    WEIGHTS,
-    NoCheckpointError,
-    TrainingState,
-    check_weights,
-    checkpoint_path,
-    list_checkpoints,
-    partial_path,
-    prune,
-    write_files,
-)
 from lineartime.choices import Split
 from lineartime.data.corpora import load_corpus_of_run
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
@@ -87,7 +74,7 @@ def complete(given: Mapping[str, Any]) -> TrainConfig:
         name = "init_from" if config.recipe is None else "recipe"
         raise ArgumentError(name, "starts a new run, and cannot be combined with `resume`: use one of them.")
     again = config.auto_resume or read_environment().torchelastic_restart_count > 0  # torchrun has replaced a lost process
-    if config.resume or (again and config.out is not None and list_checkpoints(run)):
+    if config.resume or (again and config.out is not None and checkpoints.list_checkpoints(run)):
         return _resumed(run, given)
     chosen = given
     defaults = TrainConfig()
@@ -96,7 +83,7 @@ def complete(given: Mapping[str, Any]) -> TrainConfig:
     if config.init_from is not None:
         try:
             start = checkpoints.find_checkpoint(config.init_from).absolute()
-        except NoCheckpointError as error:
+        except checkpoints.NoCheckpointError as error:
             raise ArgumentError("init_from", f"is {config.init_from}, which {error.problem}: {error.advice}.") from None
         if config.tokenizer not in (None, str(start)):
             found = f"is {config.tokenizer}, but the model of `init_from` brings the tokens that it has learnt"
@@ -108,7 +95,7 @@ def complete(given: Mapping[str, Any]) -> TrainConfig:
         defaults = dataclasses.replace(defaults, **model, tokenizer=str(start))
         chosen = {**given, "init_from": start}
     asked = _applied(defaults, chosen)  # whose preset names the folder
-    return _resumed(asked.run_directory, given) if again and list_checkpoints(asked.run_directory) else asked
+    return _resumed(asked.run_directory, given) if again and checkpoints.list_checkpoints(asked.run_directory) else asked
 
 
 def _applied(defaults: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
@@ -121,7 +108,7 @@ def _resumed(run: Path, given: Mapping[str, Any]) -> TrainConfig:
     """The options with which a run was started, and those given now that may differ. Raises ArgumentError for others."""
     try:
         last = checkpoints.last_checkpoint(run)
-    except NoCheckpointError as error:
+    except checkpoints.NoCheckpointError as error:
         raise ArgumentError("out", f"is {run}, which {error.problem}: give the folder of the run to resume.") from None
     started = saved_config(last)
     asked = dataclasses.replace(_applied(started, given), out=run, resume=True)
@@ -155,7 +142,7 @@ def saved_config(checkpoint: Path) -> TrainConfig:
 def starting_point(config: TrainConfig) -> Path | None:
     """The checkpoint to start from, if any. Removes what killed processes left behind."""
     run = config.run_directory
-    if not config.resume and list_checkpoints(run):
+    if not config.resume and checkpoints.list_checkpoints(run):
         raise LineartimeError(f"{run} already holds a run: resume it with `resume=True`, or give another `out`.")
     checkpoints.remove_partial(run)
     return checkpoints.last_checkpoint(run) if config.resume else None
@@ -203,7 +190,7 @@ class Text:
                 streams["test"] = data.token_stream(corpus, "test", tokenizer, cache)
             training = f"{len(stream):,} tokens, digest {stream.digest}"
         self.splits = data.describe_splits(corpus, streams)
-        self.identity = f"{training}{HELD_OUT}{self.validation.digest}"
+        self.identity = f"{training}{checkpoints.HELD_OUT}{self.validation.digest}"
         self._causal = config.task != "mlm"
 
     def bits_per_byte(self, loss: float) -> float | None:
@@ -301,7 +288,7 @@ def check_start(config: TrainConfig, start: Path) -> None:
     theirs = checkpoints.read_model_config(start)
     with errors_in_override("preset", "init_from"):
         try:
-            check_weights(start / WEIGHTS, config.model_config(theirs.vocab_size))
+            checkpoints.check_weights(start / checkpoints.WEIGHTS, config.model_config(theirs.vocab_size))
         except checkpoints.UnfitWeightsError as error:
             if config.preset != (nearest := nearest_preset(theirs)):
                 found = f"is {config.preset}, but the model of `init_from` is {nearest}: leave it out."
@@ -354,7 +341,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def begin(self, state: TrainingState) -> None:
+    def begin(self, state: checkpoints.TrainingState) -> None:
         """Copy the contents of a checkpoint and write it in the background. Raises as `finish` for the previous checkpoint."""
         self.finish()
         weights = _whole(self._model.state_dict(), keep=self._is_main)
@@ -379,19 +366,19 @@ class CheckpointWriter:
             error, self._error = self._error, None
             raise error
 
-    def _write(self, weights: dict[str, Tensor], moments: dict[str, Tensor], state: TrainingState) -> None:
-        target = checkpoint_path(self._run, state.step)
-        partial = partial_path(target)
+    def _write(self, weights: dict[str, Tensor], moments: dict[str, Tensor], state: checkpoints.TrainingState) -> None:
+        target = checkpoints.checkpoint_path(self._run, state.step)
+        partial = checkpoints.partial_path(target)
         try:
-            then = "resume the run with `resume=True`" if list_checkpoints(self._run) else "train again"
+            then = "resume the run with `resume=True`" if checkpoints.list_checkpoints(self._run) else "train again"
             with reporting_file_errors("write", f"the checkpoint {target}", then):
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-                write_files(partial, weights, self._model.config, self._tokenizer, state, moments)
+                checkpoints.write_files(partial, weights, self._model.config, self._tokenizer, state, moments)
                 synchronise_folder(partial)
                 partial.rename(target)
                 synchronise(self._run)
-            prune(self._run, self._keep_every)
+            checkpoints.prune(self._run, self._keep_every)
         except BaseException as error:  # `finish` raises it in the main thread
             shutil.rmtree(partial, ignore_errors=True)
             self._error = error
@@ -402,33 +389,39 @@ def restore_moments(checkpoint: Path, optimizer: ModelOptimizer, step: int) -> N
 
     Raises LineartimeError if they are damaged, or are not those of this optimiser.
     """
-    folder = checkpoint / OPTIMIZER_FOLDER
+    folder = checkpoint / checkpoints.OPTIMIZER_FOLDER
     if step == 0 and not folder.is_dir():  # it was written before the first step
         return
     optimizer.start_at(step)
     try:
         files: list[Any] = [safe_open(file, framework="pt") for file in folder.glob("*.safetensors")]
-        # The first runs wrote a file in each process, whose metadata tells where its parts of the tensors begin.
-        places = [json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}")) for file in files]
         for name, moment in optimizer.moments().items():
-            whole, found = torch.empty(moment.shape, dtype=moment.dtype, device="cpu"), 0
-            for file, begins in zip(files, places, strict=True):
-                if name in file.keys():  # noqa: SIM118  # it is not a dict
-                    part = file.get_tensor(name)
-                    begin = begins[name]["saved_offsets"] if name in begins else [0] * part.dim()
-                    whole[tuple(slice(i, i + n) for i, n in zip(begin, part.shape, strict=True))] = part
-                    found += part.numel()
-            if found != moment.numel():
-                raise ValueError(f"{name} has {found:,} numbers, but needs {moment.numel():,}")
-            whole = whole.to(moment.device)
+            whole = _read_whole(name, moment, files).to(moment.device)
             if isinstance(moment, DTensor):
                 whole = distribute_tensor(whole, moment.device_mesh, moment.placements, src_data_rank=None)
             moment.copy_(whole)
     except (SafetensorError, OSError, RuntimeError, ValueError, LookupError) as error:
-        why = first_line(error).rstrip(".") if folder.is_dir() else f"{OPTIMIZER_FOLDER} is missing"
+        why = first_line(error).rstrip(".") if folder.is_dir() else f"{checkpoints.OPTIMIZER_FOLDER} is missing"
         what = f"The optimiser's part of the checkpoint {checkpoint} is damaged, or of another optimiser ({why})"
         new = f"start another run from its weights with `init_from={checkpoint}`"
         raise LineartimeError(f"{what}: restore it from a copy, or {new}.") from None
+
+
+def _read_whole(name: str, like: Tensor, files: list[Any]) -> Tensor:
+    """Read a tensor, which the first runs have divided over the files of several processes. Raises ValueError for another size.
+
+    The metadata of such a file tells where its slices of the tensors begin.
+    """
+    whole, found = torch.empty(like.shape, dtype=like.dtype, device="cpu"), 0
+    for file in files:
+        if name in file.keys():  # noqa: SIM118  # it is not a dict
+            own, slices = file.get_tensor(name), json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            first = slices[name]["saved_offsets"] if name in slices else [0] * own.dim()
+            whole[tuple(slice(i, i + n) for i, n in zip(first, own.shape, strict=True))] = own
+            found += own.numel()
+    if found != like.numel():
+        raise ValueError(f"{name} has {found:,} numbers, but needs {like.numel():,}")
+    return whole
 
 
 def _whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
