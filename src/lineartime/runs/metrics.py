@@ -14,7 +14,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -31,8 +30,6 @@ AVERAGED = 20
 
 Line = Mapping[str, float]
 """One line of metrics.jsonl."""
-IDENTITY_FILE = "tracker-id"
-PROJECT = "lineartime"
 
 
 class MetricsLog:
@@ -154,11 +151,11 @@ def _wandb(run: Path, options: Mapping[str, Any], resumed: bool) -> Tracker:
     """A run of Weights & Biases, configured by its environment variables: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY."""
     import wandb
 
-    file = run / IDENTITY_FILE
+    file = run / "tracker-id"  # by which a resumed run goes on with its run there
     if not (resumed and file.is_file()):
         write_atomically(file, uuid.uuid4().hex[:12] + "\n")
     tracked: Any = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        project=os.environ.get("WANDB_PROJECT", "lineartime"),
         id=file.read_text(encoding="utf-8", errors="replace").strip(),
         name=run.absolute().name,
         dir=str(run.absolute()),
@@ -172,19 +169,6 @@ def _wandb(run: Path, options: Mapping[str, Any], resumed: bool) -> Tracker:
     return Tracker(lambda step, numbers: tracked.log({**numbers, "step": step}), tracked.finish)
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """The numbers of one optimiser step."""
-
-    loss: float  # the loss in nats per token, NaN for a step without targets; the loss and the norm may be infinite or NaN
-    learning_rates: Mapping[str, float]  # the learning rates of this step, by their names in metrics.jsonl
-    gradient_norm: float  # the norm of the gradient before clipping
-    tokens: int  # the number of tokens in this step, over all processes
-    seconds: float  # how long the step took
-    waiting: float  # seconds of the step spent waiting for data
-    skipped: int  # the number of steps so far that were skipped because a number was not finite
-
-
 class NullReporter(AbstractContextManager["NullReporter"]):
     """Reports nothing: for the processes of a run that are not the main one."""
 
@@ -194,8 +178,8 @@ class NullReporter(AbstractContextManager["NullReporter"]):
     def say(self, text: str) -> None:
         """Print a line."""
 
-    def step(self, step: int, metrics: StepMetrics) -> None:
-        """Record step number `step` (from 1), which has just ended."""
+    def step(self, step: int, tokens: int, numbers: Mapping[str, float]) -> None:
+        """Record the numbers of a step (from 1) on so many tokens, which has just ended, by their names in metrics.jsonl."""
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
         """Record and print an evaluation on held-out text after a step."""
@@ -254,30 +238,21 @@ class Reporter(NullReporter):
         """Print a line above the progress bar."""
         self._progress.console.print(text)
 
-    def step(self, step: int, metrics: StepMetrics) -> None:
-        """Record step number `step` (from 1), which has just ended."""
-        duration = max(metrics.seconds, 1e-9)
-        self._step_tokens = metrics.tokens
-        self._log.tokens = step * metrics.tokens  # not a running sum: a power cut may have taken lines of the file
-        self._latest["speed"].append(metrics.tokens / duration)
-        if math.isfinite(metrics.loss):
-            self._latest["loss"].append(metrics.loss)
+    def step(self, step: int, tokens: int, numbers: Mapping[str, float]) -> None:
+        """Record a step, and show the mean of the last ones."""
+        self._step_tokens = tokens
+        self._log.tokens = step * tokens  # not a running sum: a power cut may have taken lines of the file
+        self._latest["speed"].append(numbers["tokens_per_second"])
+        if math.isfinite(numbers["loss"]):
+            self._latest["loss"].append(numbers["loss"])
         self._progress.update(
             self._task,
             completed=step,
             loss=f"{self._average('loss'):.3f}",
             speed=f"{self._average('speed'):,.0f}",
-            skipped=f"  {metrics.skipped} skipped" if metrics.skipped else "",
+            skipped=f"  {numbers['skipped']} skipped" if "skipped" in numbers else "",
         )
-        self._record(
-            step,
-            loss=metrics.loss,
-            **metrics.learning_rates,
-            gradient_norm=metrics.gradient_norm,
-            tokens_per_second=metrics.tokens / duration,
-            waiting=min(metrics.waiting / duration, 1.0),
-            **({"skipped": metrics.skipped} if metrics.skipped else {}),
-        )
+        self._record(step, numbers)
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
         """Record and print an evaluation on held-out text after a step."""
@@ -290,13 +265,13 @@ class Reporter(NullReporter):
             remaining = timedelta(seconds=round((self._steps - step) * self._step_tokens / speed))
             parts += [f"{speed:,.0f} tokens/s", f"ETA {remaining}"]
         self.say("  ".join(parts))
-        self._record(step, validation_loss=loss, **bits)
+        self._record(step, {"validation_loss": loss, **bits})
 
     def _average(self, name: str) -> float:
         """The mean over the latest steps; NaN before the first."""
         return statistics.fmean(self._latest[name] or [math.nan])
 
-    def _record(self, step: int, **numbers: float) -> None:
+    def _record(self, step: int, numbers: Mapping[str, float]) -> None:
         self._recorded = True
         finite = self._log.write(step, numbers)
         self._track(lambda tracker: tracker.write(step, finite))

@@ -25,7 +25,7 @@ from lineartime.machine import autocast, choose_compile, choose_device, choose_p
 from lineartime.models.language_model import CausalLM, MaskedLM
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.runs.curve import draw_curve
-from lineartime.runs.metrics import NullReporter, Reporter, StepMetrics, losses, read_metrics
+from lineartime.runs.metrics import NullReporter, Reporter, losses, read_metrics
 from lineartime.runs.record import RunRecord, locked
 from lineartime.training import setup
 from lineartime.training.config import TrainConfig, learning_rate, warmup_steps
@@ -292,8 +292,12 @@ class Trainer:
             self._skipped_in_a_row = 0
             self.optimizer.step()
         self.optimizer.zero_grad()
-        seconds, norm = time.perf_counter() - start, norm / self.world.size
-        report.step(self.step, StepMetrics(loss, rates, norm, self.tokens_per_step, seconds, waiting, self.skipped))
+        seconds = max(time.perf_counter() - start, 1e-9)
+        numbers = {"loss": loss, **rates, "gradient_norm": norm / self.world.size}
+        numbers |= {"tokens_per_second": self.tokens_per_step / seconds, "waiting": waiting / seconds}
+        if self.skipped:
+            numbers["skipped"] = self.skipped
+        report.step(self.step, self.tokens_per_step, numbers)
         if infinite:
             self._report_skipped(loss, report)
         return stopped > 0
