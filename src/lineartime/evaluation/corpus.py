@@ -25,10 +25,6 @@ from lineartime.machine import choose_device, choose_precision
 from lineartime.models.language_model import CausalLM, LanguageModel, check_model
 
 _Size = Annotated[int, Between(1, 2**40)]
-_CHANGED = (
-    "The held-out text has changed since the model was trained. If the text is split by file, or was split by the numbers of "
-    "records, as earlier versions did, it may have been trained on what is measured here."
-)
 
 
 def evaluate(
@@ -127,27 +123,24 @@ def evaluate(
         for line in describe_splits(corpus, {split: stream}):
             say(line)
         is_of_run = data is None and not trained.get("streaming") and corpus.describe("validation")
-        if is_of_run and held_out and max_tokens is None:
-            now = token_stream(corpus, "validation", tokenizer, cache).digest
-            if now != held_out:
-                say(_CHANGED)
+        is_known = is_of_run and held_out and max_tokens is None
+        if is_known and held_out != token_stream(corpus, "validation", tokenizer, cache).digest:
+            say(
+                "The held-out text has changed since the model was trained. If the text is split by file, or was split by the "
+                "numbers of records, as earlier versions did, it may have been trained on what is measured here."
+            )
     length: int = trained["context_length"] if context_length is None else context_length
     bf16 = choose_precision(precision, next(model.parameters()).device) == "bf16"
+    common: dict[str, Any] = {"bf16": bf16, "max_tokens": max_tokens}
     if context != "windowed":
         assert isinstance(model, CausalLM)
-        carried: dict[str, Any] = {"segment": length, "documents": context == "documents"}
-        evaluation = evaluate_carried(model, stream, tokenizer, **carried, bf16=bf16, max_tokens=max_tokens)
+        documents = context == "documents"
+        evaluation = evaluate_carried(model, stream, tokenizer, segment=length, documents=documents, **common)
     else:
+        stride = length if stride is None else stride
+        packed = trained.get("packed", False) if packed is None else packed
         evaluation = evaluate_windowed(
-            model,
-            stream,
-            tokenizer,
-            context_length=length,
-            stride=length if stride is None else stride,
-            batch_size=batch_size,
-            bf16=bf16,
-            packed=trained.get("packed", False) if packed is None else packed,
-            max_tokens=max_tokens,
+            model, stream, tokenizer, context_length=length, stride=stride, batch_size=batch_size, packed=packed, **common
         )
     return replace(evaluation, checkpoint=measured)
 

@@ -244,7 +244,7 @@ def evaluate_windowed(
         raise ArgumentError("context_length", f"is {context_length}, but this model reads at most {longest} tokens.")
     device = next(model.parameters()).device
     with Progress(f"measuring {stream.name}", total=tokens) as progress:
-        for windows, skip, starts in _windows(stream, tokenizer, tokens, length, min(stride, length), batch_size):
+        for windows, skip, starts in _batches(stream, tokenizer, tokens, length, min(stride, length), batch_size):
             batch = evaluation_batch(task, windows, tokenizer, starts, packed=packed)
             cu_seqlens, prefix = batch.cu_seqlens, None if batch.prefix_lengths is None else batch.prefix_lengths.to(device)
             with autocast(device, bf16):
@@ -335,7 +335,7 @@ def _documents(stream: TokenStream, tokenizer: Tokenizer, tokens: int) -> Iterat
         yield begin, tokens
 
 
-def _windows(
+def _batches(
     stream: TokenStream, tokenizer: Tokenizer, tokens: int, context_length: int, stride: int, batch_size: int
 ) -> Iterator[tuple[Tensor, int, list[int]]]:
     """Yield batches of equally long windows, the number of their first tokens that were counted before, and their starts."""

@@ -208,13 +208,12 @@ class TrainConfig:
         if self.context_parallel > 1 and (self.packed or self.task == "prefix-lm"):
             what = "documents are kept apart (`packed`)" if self.packed else "`task=prefix-lm` has prefixes"
             raise ArgumentError("context_parallel", f"is {self.context_parallel}, but {what}: use one or the other.")
-        if self.resume or self.recipe is not None:  # then, what was not given may be unused here
-            return
-        if self.decay_steps is not None and self.schedule != "wsd":
+        given = not self.resume and self.recipe is None  # otherwise, an option without effect may come from there
+        if given and self.decay_steps is not None and self.schedule != "wsd":
             found = f"is {self.decay_steps}, but {self.schedule} schedules have no decay"
             raise ArgumentError("decay_steps", f"{found}: use `schedule=wsd`, or leave it out.")
         for name in ("adamw_ratio", "momentum"):
-            if self.optimizer == "adamw" and getattr(self, name) != getattr(TrainConfig, name):
+            if given and self.optimizer == "adamw" and getattr(self, name) != getattr(TrainConfig, name):
                 found = f"is {getattr(self, name)}, but is not used with `optimizer=adamw`"
                 raise ArgumentError(name, f"{found}: use `optimizer=muon`, or leave it out.")
 
