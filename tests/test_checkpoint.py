@@ -135,14 +135,6 @@ def test_checkpoints_are_in_the_order_of_their_steps(save: Save, tmp_path: Path)
     assert checkpoints.last_checkpoint(tmp_path).name == "step-100000000"
 
 
-def test_partial_checkpoints_are_never_taken_for_whole_ones(save: Save, tmp_path: Path) -> None:
-    good = save(1)
-    (tmp_path / ".step-00000009.partial").mkdir()
-    assert checkpoints.list_checkpoints(tmp_path) == [good]
-    checkpoints.remove_partial(tmp_path)
-    assert list(tmp_path.iterdir()) == [good]
-
-
 def test_last_two_and_the_best_stay_and_every_so_many_if_asked_for(save: Save, tmp_path: Path) -> None:
     for step, loss in ((1, 9.0), (2, 1.0), (3, 5.0), (4, None), (5, 4.0)):
         save(step, loss)
