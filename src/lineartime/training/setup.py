@@ -24,7 +24,7 @@ from lineartime import data
 from lineartime.choices import Split
 from lineartime.data.corpora import load_corpus_of_run
 from lineartime.errors import ArgumentError, LineartimeError, first_line, reporting_file_errors
-from lineartime.evaluation.perplexity import bits_per_byte
+from lineartime.evaluation import bits_per_byte
 from lineartime.files import is_folder, is_there, synchronise, synchronise_folder
 from lineartime.host import cache_folder
 from lineartime.layers.contract import NO_FUTURE, BrokenPromiseError, check_mixer

@@ -17,8 +17,7 @@ import lineartime
 from lineartime.checkpoint import last_checkpoint
 from lineartime.data import ByteTokenizer, JsonTokenizer, TokenStream, load_corpus, token_stream
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.evaluation import Evaluation, difference, evaluate, evaluate_carried, evaluate_windowed, perplexity
-from lineartime.evaluation.perplexity import PositionSums
+from lineartime.evaluation import Evaluation, PositionSums, difference, evaluate, evaluate_carried, evaluate_windowed
 from lineartime.inspection import inspect
 from lineartime.models import CausalLM
 from lineartime.ops.cross_entropy import IGNORED
@@ -108,7 +107,7 @@ def test_logits_of_all_tokens_are_never_held_at_once(model: CausalLM, monkeypatc
         return [measure(model, stream(50), 8, 8), evaluate_carried(model, stream(50), TOKENIZER, segment=20, bf16=False)]
 
     whole, at_once, logits = results(), [], type(model).logits
-    monkeypatch.setattr("lineartime.evaluation.perplexity._LOGITS", 5 * TOKENIZER.vocab_size)
+    monkeypatch.setattr("lineartime.evaluation._LOGITS", 5 * TOKENIZER.vocab_size)
     monkeypatch.setattr(type(model), "logits", lambda self, hidden: at_once.append(len(hidden)) or logits(self, hidden))
     for result, expected in zip(results(), whole, strict=True):
         assert result.loss == pytest.approx(expected.loss, rel=1e-6)
@@ -161,14 +160,14 @@ def test_every_token_of_a_framed_text_may_be_masked(tiny: Tiny, stride: int, mon
     words = {**{f"w{place}": place for place in range(256)}, "[MASK]": 256, "</s>": 257, "[CLS]": 258, "[SEP]": 259}
     framed = JsonTokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).to_str(), "words")
     model = tiny("flash", "mlm", vocab_size=260).eval()
-    whole = perplexity.evaluation_batch
+    whole = lineartime.evaluation.evaluation_batch
 
     def all_masked(task: Any, windows: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         batch = whole(task, windows, *arguments, **options)
         assert batch.inputs.shape[1] == windows.shape[1] + 1 <= 50
         return batch._replace(targets=torch.where(batch.inputs < 258, 1, IGNORED))
 
-    monkeypatch.setattr(perplexity, "evaluation_batch", all_masked)
+    monkeypatch.setattr("lineartime.evaluation.evaluation_batch", all_masked)
     source = stream(2000)
     found = evaluate_windowed(model, source, framed, context_length=50, stride=stride, batch_size=4, bf16=False)
     assert found.tokens == 2000
@@ -341,7 +340,7 @@ def test_part_of_a_split_is_measured_without_encoding_another(
         encoded.append(split)
         return token_stream(corpus, split, *arguments)
 
-    monkeypatch.setattr("lineartime.evaluation.corpus.token_stream", recording)
+    monkeypatch.setattr("lineartime.evaluation.token_stream", recording)
     evaluate(whole, max_tokens=50, say=lambda _: None, cache=tmp_path)
     assert encoded == ["test"]
 
