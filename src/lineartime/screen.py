@@ -8,18 +8,16 @@ import io
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
     from rich.progress import ProgressColumn
     from rich.table import Table
-
-Item = TypeVar("Item")
 
 _PAUSE = 20.0  # seconds between lines
 
@@ -85,15 +83,6 @@ def new_table(headers: Sequence[str], left: Collection[str] = (), folded: Collec
         for name in headers
     ]
     return Table(*columns, title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def tracked(items: Iterable[Item], description: str, total: int) -> Iterable[Item]:
-    """The items, with a progress bar on standard error if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(file=SCREEN)
-    return track(items, description, total, console=console, transient=True, disable=not console.is_terminal)
 
 
 def print_markdown(text: str) -> None:
