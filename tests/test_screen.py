@@ -33,3 +33,15 @@ def test_a_terminal_shows_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     with Progress("encoding") as shown:
         shown.advance(2000)
     assert "encoding 2.0 kB" in terminal.getvalue()
+
+
+def test_output_to_a_file_stays_out_of_the_terminal_with_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setattr(sys, "stdout", file := io.StringIO())
+    with Progress("counting"):
+        print("a result")
+    assert (file.getvalue(), "a result" in terminal.getvalue()) == ("a result\n", False)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with Progress("counting"):
+        print("a result")
+    assert "a result" in terminal.getvalue()

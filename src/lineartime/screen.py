@@ -102,7 +102,9 @@ def progress_bar(*columns: "ProgressColumn") -> "Bar":
 
     console = Console(file=SCREEN, highlight=False, markup=False, soft_wrap=True)
     in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None  # without it, rich warns and shows no bar
-    return Bar(*columns, console=console, disable=not (console.is_terminal or in_notebook), transient=True)
+    hidden, together = not (console.is_terminal or in_notebook), sys.stdout is not None and sys.stdout.isatty()
+    # On a terminal, output is printed above the bar; in a file or a pipe, it must not be moved to the terminal.
+    return Bar(*columns, console=console, disable=hidden, transient=True, redirect_stdout=in_notebook or together)
 
 
 class Progress:
