@@ -108,10 +108,7 @@ def start_trackers(
     for name in dict.fromkeys(names):
         try:
             with redirect_stdout(sys.stderr):  # standard output is for results
-                if name == "tensorboard":
-                    trackers[name] = _tensorboard(run / "tensorboard", first_step)
-                else:
-                    trackers[name] = _wandb(run, options, resumed)
+                trackers[name] = _wandb(run, options, resumed) if name == "wandb" else _tensorboard(run, first_step)
         except Exception as error:  # a foreign package may raise anything
             if not resumed:
                 for started in trackers.values():
@@ -126,15 +123,15 @@ def _failed(name: str, error: Exception) -> str:
     return f"The tracker {name} failed, and training continues without it: {first_line(error).rstrip('.')}."
 
 
-def _tensorboard(folder: Path, first_step: int) -> Tracker:
+def _tensorboard(run: Path, first_step: int) -> Tracker:
     """Scalars in TensorBoard's format, written in the calling thread, so that errors such as a full disk can be reported."""
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto import event_pb2
     from tensorboardX.summary import scalar
 
     event: Any = event_pb2.Event
-    folder.mkdir(parents=True, exist_ok=True)
-    writer: Any = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}.{first_step}")
+    (run / "tensorboard").mkdir(parents=True, exist_ok=True)
+    writer: Any = EventsWriter(str(run / "tensorboard" / "events"), filename_suffix=f".{os.getpid()}.{first_step}")
     # Tells TensorBoard to drop later steps that a killed process wrote.
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     writer.write_event(event(wall_time=time.time(), step=first_step + 1, session_log=start))
