@@ -12,8 +12,7 @@ import pytest
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 
-from lineartime.runs.curve import draw_curve
-from lineartime.runs.metrics import METRICS_FILE, NullReporter, Reporter, read_metrics
+from lineartime.runs.metrics import METRICS_FILE, NullReporter, Reporter, draw_curve, read_metrics
 
 
 def reporter(run: Path, first_step: int = 0, steps: int = 2) -> Reporter:

@@ -10,7 +10,7 @@ import tyro
 
 from lineartime.errors import LineartimeError
 from lineartime.plots import check_picture
-from lineartime.runs.curve import draw_comparison
+from lineartime.runs.metrics import draw_comparison
 from lineartime.runs.table import UNLIMITED, RunSummary, group_runs, make_tables, name_runs, summarize
 from lineartime.screen import SCREEN, Progress, output_console
 

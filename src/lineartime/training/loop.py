@@ -24,8 +24,7 @@ from lineartime.host import freed_memory_kept, stop_signals
 from lineartime.machine import autocast, choose_compile, choose_device, choose_precision, faster_precision, using_threads
 from lineartime.models.language_model import CausalLM, MaskedLM
 from lineartime.ops.cross_entropy import IGNORED
-from lineartime.runs.curve import draw_curve
-from lineartime.runs.metrics import NullReporter, Reporter, losses, read_metrics
+from lineartime.runs.metrics import NullReporter, Reporter, draw_curve, losses, read_metrics
 from lineartime.runs.record import RunRecord, locked
 from lineartime.training import setup
 from lineartime.training.config import TrainConfig, learning_rate, warmup_steps
