@@ -65,8 +65,8 @@ class Mean(NamedTuple):
     tokens: int
 
 
-def mean_over_rows(losses: Tensor, tokens: Tensor) -> Mean | None:
-    """The mean loss of rows with n_i `tokens` whose `losses` sum to s_i, float64 [rows]; None without any tokens.
+def mean_over_rows(samples: Tensor) -> Mean | None:
+    """The mean loss of rows of n_i tokens whose losses sum to s_i: float64 [rows, 2] of s_i and n_i. None without any tokens.
 
     The losses of a row depend on each other, because its tokens share a topic. Therefore rows are the samples, and not tokens:
     the variance of a ratio of sums is sum (s_i - m n_i)^2 / n^2 * rows / (rows - 1), with m = s / n. A single row has none,
@@ -74,7 +74,7 @@ def mean_over_rows(losses: Tensor, tokens: Tensor) -> Mean | None:
 
     Source: Cochran, "Sampling Techniques" (1977), section 6.3, and 9A for clusters of unequal sizes.
     """
-    losses, tokens = losses[tokens > 0], tokens[tokens > 0]
+    losses, tokens = samples[samples[:, 1] > 0].unbind(1)
     rows, n = len(tokens), float(tokens.sum())
     if not rows:
         return None
@@ -88,43 +88,35 @@ class PositionSums:
     """Sums of losses, row by row, by the number of preceding tokens: 1, 2-3, 4-7, ..."""
 
     def __init__(self) -> None:
-        self._losses: list[Tensor] = []  # float64 [B, parts]: the sum over the tokens of each part
-        self._tokens: list[Tensor] = []
+        self._sums: list[Tensor] = []  # float64 [B, 2, ranges]: the sum of the losses in each range, and its tokens
         self._longest = 0
 
     def add(self, losses: Tensor, counted: Tensor, before: Tensor) -> None:
         """Add losses [B, T] of tokens with so many preceding tokens, [B, T]; `counted` marks those with a target."""
         self._longest = max(self._longest, int(before.max()))
-        part = before.double().log2().floor().long()
-        empty = torch.zeros(len(losses), int(part.max()) + 1, dtype=torch.float64, device=losses.device)
-        self._losses.append(empty.scatter_add(1, part, losses.double() * counted))
-        self._tokens.append(empty.scatter_add(1, part, counted.double()))
-
-    def mean(self) -> Mean | None:
-        """The mean over all tokens; None without any."""
-        samples = self.samples()
-        return mean_over_rows(samples[:, 0], samples[:, 1])
+        place = before.double().log2().floor().long()
+        numbers = torch.stack([losses.double() * counted, counted.double()], 1)
+        empty = torch.zeros(len(losses), 2, int(place.max()) + 1, dtype=torch.float64, device=losses.device)
+        self._sums.append(empty.scatter_add(2, place[:, None].expand_as(numbers), numbers))
 
     def samples(self) -> Tensor:
         """The sum of the losses and the number of tokens of each row, in the order of `add`: float64 [rows, 2]."""
-        return torch.stack([torch.cat([part.sum(1) for part in parts]) for parts in (self._losses, self._tokens)], 1)
+        return torch.cat([sums.sum(2) for sums in self._sums])
 
     def by_position(self) -> Iterator[PositionLoss]:
         """The mean loss from each power of two to the next.
 
-        If the largest number of preceding tokens is a power of two, it belongs to the part before it: alone, its few tokens
+        If the largest number of preceding tokens is a power of two, it belongs to the range before it: alone, its few tokens
         would be noise.
         """
-        widest = max(parts.shape[1] for parts in self._losses)
-        losses, tokens = (
-            torch.cat([F.pad(part, (0, widest - part.shape[1])) for part in parts]) for parts in (self._losses, self._tokens)
-        )
+        widest = max(sums.shape[2] for sums in self._sums)
+        sums = torch.cat([F.pad(each, (0, widest - each.shape[2])) for each in self._sums])
         last = max(0, (self._longest - 1).bit_length() - 1)
-        for part in range(last + 1):
-            columns = slice(part, None if part == last else part + 1)
-            if mean := mean_over_rows(losses[:, columns].sum(1), tokens[:, columns].sum(1)):
-                end = self._longest if part == last else (2 << part) - 1
-                yield PositionLoss(1 << part, end, mean.loss, mean.tokens, mean.error)
+        for place in range(last + 1):
+            columns = slice(place, None if place == last else place + 1)
+            if mean := mean_over_rows(sums[:, :, columns].sum(2)):
+                end = self._longest if place == last else (2 << place) - 1
+                yield PositionLoss(1 << place, end, mean.loss, mean.tokens, mean.error)
 
 
 @dataclass(frozen=True)
@@ -192,7 +184,7 @@ def difference(first: Evaluation, second: Evaluation) -> Mean:
             raise ArgumentError("second", f"is an evaluation with another {what}: the two must read the same tokens.")
     if not torch.equal(first.samples[:, 1], second.samples[:, 1]):
         raise ArgumentError("second", "predicts other tokens than the first: the two must read the same tokens.")
-    mean = mean_over_rows(second.samples[:, 0] - first.samples[:, 0], first.samples[:, 1])
+    mean = mean_over_rows(torch.stack([second.samples[:, 0] - first.samples[:, 0], first.samples[:, 1]], 1))
     assert mean is not None  # an evaluation has predicted tokens
     return mean
 
@@ -360,7 +352,8 @@ def _batches(
 
 def _evaluation(sums: PositionSums, context: str, stream: TokenStream, masked: bool = False) -> Evaluation:
     """The result, from the sums of the losses. Raises LineartimeError if no token was predicted, or a loss is not finite."""
-    mean = sums.mean()
+    samples = sums.samples()
+    mean = mean_over_rows(samples)
     if mean is None:
         found = f"The model predicts no token of {stream.name}, so there is no loss"
         raise LineartimeError(f"{found}: give more text, or more `max_tokens`.")
@@ -382,7 +375,7 @@ def _evaluation(sums: PositionSums, context: str, stream: TokenStream, masked: b
         word_perplexity=per_word,
         by_position=list(sums.by_position()),
         loss_error=error,
-        samples=sums.samples(),
+        samples=samples,
         digest=stream.digest,
     )
 
