@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lineartime.training.config import TrainConfig, learning_rate, recipe_config
 from lineartime.training.loop import train
 from lineartime.training.setup import complete
 
-from .conftest import MakeConfig
+MakeConfig = Callable[..., TrainConfig]
 
 # The table of the paper's recipes, written out a second time.
 SHARED = {

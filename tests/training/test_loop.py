@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +34,22 @@ from lineartime.training.loop import Stop, Trainer, interrupts, train
 from lineartime.training.parallel import World, part_of
 from lineartime.training.setup import complete, saved_config
 
-from .conftest import MakeConfig, interrupting
+MakeConfig = Callable[..., TrainConfig]
+
+
+@contextmanager
+def interrupting(step: int) -> Iterator[None]:
+    """`with interrupting(3)`: press Ctrl-C while step 3 is computed."""
+    take = Trainer.take_step
+
+    def take_and_interrupt(self: Trainer, *arguments: Any) -> bool:
+        if self.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "take_step", take_and_interrupt)
+        yield
 
 
 def trained(config: TrainConfig) -> Path:
