@@ -27,7 +27,7 @@ from lineartime.data.tokenizers import check_vocabulary
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import Between, check_type
 from lineartime.host import cache_folder
-from lineartime.machine import autocast, choose_device, choose_precision
+from lineartime.machine import autocast, choose_precision
 from lineartime.models.language_model import CausalLM, LanguageModel, check_finite_logits, check_model
 from lineartime.ops.cross_entropy import IGNORED
 from lineartime.screen import Progress
@@ -445,7 +445,7 @@ def evaluate(
     unknown = "a model in memory does not record"
     if isinstance(model, (str, Path)):
         unknown = f"{model} has no training.json, which records"
-        measured, model, own = load_with_tokenizer(model, choose_device(device), checkpoint=checkpoint)
+        measured, model, own = load_with_tokenizer(model, device, checkpoint=checkpoint)
         tokenizer = tokenizer or own
         if has_training_state(measured):
             state = read_training_state(measured)
