@@ -145,7 +145,7 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], C
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the loss curve at the end of each run, which takes a third of a short one, where no test looks at it."""
     if request.node.get_closest_marker("pictures") is None:
-        monkeypatch.setattr("lineartime.runs.curve.draw_curve", lambda run: run / "loss.png")
+        monkeypatch.setattr("lineartime.runs.metrics.draw_curve", lambda run: run / "loss.png")
 
 
 TINY_RUN: dict[str, Any] = {

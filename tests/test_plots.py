@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lineartime.plots import label_axes, looks_of
-from lineartime.runs.curve import draw_curve, thinned
+from lineartime.runs.metrics import draw_curve, thinned
 
 pytestmark = pytest.mark.pictures
 

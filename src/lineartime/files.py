@@ -77,20 +77,13 @@ def new_folder(argument: str, folder: Path) -> Iterator[Path]:
         taken = folder.is_symlink() or (is_there(folder) and not is_empty)
     if taken:
         raise ArgumentError(argument, f"is {folder}, which exists already: delete it, or choose another folder.")
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
-    with _reporting_writes(folder, partial):
-        try:
-            partial.mkdir(parents=True)
-            remove_abandoned(folder.parent, rf"\.{re.escape(folder.name)}\.[0-9a-f]{{32}}\.partial")
-            yield partial
-            for path in partial.rglob("*"):
-                if path.is_file():
-                    path.chmod(partial.stat().st_mode & 0o666)  # safetensors lets only their owner read files
-            synchronise_folder(partial)
-            partial.rename(folder)
-            synchronise(folder.parent)
-        finally:
-            remove(partial)
+    with _appearing(folder) as partial:
+        partial.mkdir()
+        yield partial
+        for path in partial.rglob("*"):
+            if path.is_file():
+                path.chmod(partial.stat().st_mode & 0o666)  # safetensors lets only their owner read files
+        synchronise_folder(partial)
 
 
 @contextmanager
@@ -102,20 +95,13 @@ def new_file(argument: str, file: Path) -> Iterator[Path]:
     written.
     """
     check_new(argument, file)
-    partial = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.partial{file.suffix}")
-    with _reporting_writes(file, partial):
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            remove_abandoned(file.parent, rf"\.{re.escape(file.stem)}\.[0-9a-f]{{32}}\.partial{re.escape(file.suffix)}")
-            partial.touch()
-            mode = partial.stat().st_mode
-            yield partial
-            partial.chmod(mode)  # safetensors lets only their owner read files
-            synchronise(partial)
-            check_new(argument, file)  # another process may have written it meanwhile
-            partial.rename(file)
-        finally:
-            remove(partial)
+    with _appearing(file, file.suffix) as partial:
+        partial.touch()
+        mode = partial.stat().st_mode
+        yield partial
+        partial.chmod(mode)  # safetensors lets only their owner read files
+        synchronise(partial)
+        check_new(argument, file)  # another process may have written it meanwhile
 
 
 def check_new(argument: str, file: Path) -> None:
@@ -125,15 +111,26 @@ def check_new(argument: str, file: Path) -> None:
 
 
 @contextmanager
-def _reporting_writes(destination: Path, partial: Path) -> Iterator[None]:
-    """Turn an OSError in a `with` block into a LineartimeError, which names the destination unless another file failed."""
+def _appearing(destination: Path, suffix: str = "") -> Iterator[Path]:
+    """A temporary path beside a destination, with its suffix, which becomes the destination when the `with` block ends.
+
+    An OSError becomes a LineartimeError, which names the destination unless another file failed.
+    """
+    stem = destination.name.removesuffix(suffix)
+    partial = destination.with_name(f".{stem}.{uuid.uuid4().hex}.partial{suffix}")
     try:
-        yield
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        remove_abandoned(destination.parent, rf"\.{re.escape(stem)}\.[0-9a-f]{{32}}\.partial{re.escape(suffix)}")
+        yield partial
+        partial.rename(destination)
+        synchronise(destination.parent)
     except OSError as error:
         failed = str(Path(os.fsdecode(error.filename or destination)).absolute())
         if partial.name in failed or str(destination.absolute()).startswith(failed):
             raise file_error("write", destination, error) from None
         raise file_error("use", failed, error) from None
+    finally:
+        remove(partial)
 
 
 def remove_abandoned(folder: Path, names: str) -> None:

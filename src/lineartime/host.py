@@ -4,7 +4,6 @@ import ctypes
 import os
 import platform
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -90,18 +89,6 @@ def stop_signals() -> tuple[int, ...]:
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # Windows has none
         found.append(signal.SIGHUP)
     return tuple(found)
-
-
-def peak_memory() -> int:
-    """The peak memory of this process in bytes, since its start or since the system's counter was reset."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-        if "VmHWM" in lines:
-            return 1024 * int(lines["VmHWM"].split()[0])
-    import resource  # missing on Windows
-
-    return (1 if sys.platform == "darwin" else 1024) * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @contextmanager

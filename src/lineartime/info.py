@@ -52,38 +52,22 @@ def explain_machine() -> Iterator[Fact]:
         cpu = f"{processor_name()}, {threads}, {torch.backends.cpu.get_cpu_capability()}"
         yield Fact("device", "cpu", f"PyTorch sees no GPU; {cpu}")
     yield Fact("precision", *faster_precision(device))
-    missing = compiler_missing(device)
-    yield Fact("torch.compile", "no", missing) if missing else Fact("torch.compile", "yes", "used if a run is long enough")
-    reason = why_not_native()
-    yield (
-        Fact("C++ functions", "no", reason)
-        if reason
-        else Fact("C++ functions", "yes", "built at first use, for tiles, steps and small products")
-    )
-    yield from _backends(device)
-    yield _cache()
-    for package, extra in EXTRAS.items():
-        if not is_installed(package):
-            yield Fact(package, "not installed", f"pip install 'lineartime[{extra}]'")
-        else:
-            yield Fact(package, "installed")
-
-
-def _cache() -> Fact:
-    """The size and place of the encoded texts and compiled functions that the library keeps."""
-    try:
-        folder = cache_folder()
-        files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    except (LineartimeError, OSError) as error:  # without a home, or with a folder that may not be read
-        return Fact("cache", "unknown", first_line(error))
-    kept = f"encoded texts and compiled functions in {folder}, which may be deleted"
-    return Fact("cache", size(sum(files)), kept)
-
-
-def _backends(device: torch.device) -> Iterator[Fact]:
+    missing, reason = compiler_missing(device), why_not_native()
+    yield Fact("torch.compile", "no" if missing else "yes", missing or "used if a run is long enough")
+    built = "built at first use, for tiles, steps and small products"
+    yield Fact("C++ functions", "no" if reason else "yes", reason or built)
     like = torch.empty(0, device=device)
     for dtype, label in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         chosen = choose_backend("auto", ("torch", "tiled", "triton"), like, dtype, "relu2")
         others: dict[Backend, str | None] = {name: why_not(name, device, dtype, "relu2") for name in ("triton", "tiled")}
         why = "; ".join(f"not {name}: {reason}" for name, reason in others.items() if reason and name != chosen)
         yield Fact(f"attention, {label}", chosen, "of GAU; FLASH takes torch" if chosen == "triton" else why)
+    try:
+        folder = cache_folder()
+        files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+        yield Fact("cache", size(sum(files)), f"encoded texts and compiled functions in {folder}, which may be deleted")
+    except (LineartimeError, OSError) as error:  # without a home, or with a folder that may not be read
+        yield Fact("cache", "unknown", first_line(error))
+    for package, extra in EXTRAS.items():
+        found = is_installed(package)
+        yield Fact(package, "installed" if found else "not installed", "" if found else f"pip install 'lineartime[{extra}]'")

@@ -7,17 +7,19 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import Progress as Bar
+    from rich.progress import ProgressColumn
     from rich.table import Table
 
-Item = TypeVar("Item")
+_PAUSE = 20.0  # seconds between lines
 
 
 class _Screen:
@@ -83,15 +85,6 @@ def new_table(headers: Sequence[str], left: Collection[str] = (), folded: Collec
     return Table(*columns, title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
-def tracked(items: Iterable[Item], description: str, total: int) -> Iterable[Item]:
-    """The items, with a progress bar on standard error if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(file=SCREEN)
-    return track(items, description, total, console=console, transient=True, disable=not console.is_terminal)
-
-
 def print_markdown(text: str) -> None:
     """Print Markdown to standard output: laid out on a terminal, and as it is in a file or a pipe."""
     from rich.markdown import Markdown
@@ -102,14 +95,49 @@ def print_markdown(text: str) -> None:
         print(text, end="")
 
 
-def progress_bar(*columns: "ProgressColumn") -> "Progress":
+def progress_bar(*columns: "ProgressColumn") -> "Bar":
     """A progress bar on standard error, where one can be shown. Its console prints lines everywhere."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress as Bar
 
     console = Console(file=SCREEN, highlight=False, markup=False, soft_wrap=True)
     in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None  # without it, rich warns and shows no bar
-    return Progress(*columns, console=console, disable=not (console.is_terminal or in_notebook), transient=True)
+    hidden, together = not (console.is_terminal or in_notebook), sys.stdout is not None and sys.stdout.isatty()
+    # On a terminal, output is printed above the bar; in a file or a pipe, it must not be moved to the terminal.
+    return Bar(*columns, console=console, disable=hidden, transient=True, redirect_stdout=in_notebook or together)
+
+
+class Progress:
+    """A context manager that shows what is being done, and its share of a `total`, or without one the bytes so far.
+
+    It is a bar, or without a terminal a line now and then.
+    """
+
+    def __init__(self, description: str, total: int | None = None) -> None:
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+        text = TextColumn("{task.description} {task.fields[done]}", markup=False)
+        self._bar = progress_bar(text, BarColumn(20), TimeElapsedColumn())
+        self._task = self._bar.add_task(description, total=total, done="")
+        self._shown = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, count: int) -> None:
+        """Add `count` to what is done."""
+        from rich.filesize import decimal
+
+        task, completed = self._bar.tasks[0], int(self._bar.tasks[0].completed) + count
+        done = f"{completed / task.total:.0%}" if task.total else decimal(completed)
+        self._bar.update(self._task, advance=count, done=done)
+        if self._bar.disable and time.monotonic() - self._shown > _PAUSE:
+            self._shown = time.monotonic()
+            print(f"{task.description} ... {done}", file=SCREEN, flush=True)
 
 
 def discard(stream: IO[str]) -> None:

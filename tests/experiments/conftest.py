@@ -52,7 +52,7 @@ def tiny() -> Iterator[None]:
         patch.setattr(catalogue, "OPTIMIZERS", {"adamw": {}})
         for name in ("lm", "mlm"):
             patch.setitem(catalogue.EXPERIMENTS, name, replace(catalogue.EXPERIMENTS[name], arms=ARMS))
-        patch.setattr("lineartime.runs.curve.draw_curve", lambda run: run)
+        patch.setattr("lineartime.runs.metrics.draw_curve", lambda run: run)
         yield
 
 

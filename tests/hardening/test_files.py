@@ -18,7 +18,7 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import Between, check_fields, decode
 from lineartime.files import DamagedFileError, read_file
 from lineartime.runs.record import read_record
-from lineartime.training.saving import saved_config
+from lineartime.training.setup import saved_config
 
 
 @dataclass(frozen=True)

@@ -6,24 +6,24 @@ import sys
 import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock, Mock, call
 
 import pytest
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 
-from lineartime.runs.curve import draw_curve
-from lineartime.runs.metrics import METRICS_FILE, NullReporter, Reporter, StepMetrics, read_metrics
+from lineartime.runs.metrics import METRICS_FILE, NullReporter, Reporter, draw_curve, read_metrics
 
 
 def reporter(run: Path, first_step: int = 0, steps: int = 2) -> Reporter:
     return Reporter(run, first_step, steps, (), record={}, resumed=False)
 
 
-def take(report: NullReporter, step: int, loss: float = 5.5, **numbers: Any) -> None:
-    defaults = {"learning_rates": {"learning_rate": 0.25}, "gradient_norm": 3.0, "tokens": 100, "seconds": 0.5, "waiting": 0.0}
-    report.step(step, StepMetrics(loss=loss, **{**defaults, "skipped": 0, **numbers}))
+STEP = {"loss": 5.5, "learning_rate": 0.25, "gradient_norm": 3.0, "tokens_per_second": 50.0, "waiting": 0.25}
+
+
+def take(report: NullReporter, step: int, **numbers: float) -> None:
+    report.step(step, 100, {**STEP, **numbers})
 
 
 def test_metrics_hold_all_numbers_and_what_is_printed_names_loss_speed_and_time(
@@ -32,16 +32,15 @@ def test_metrics_hold_all_numbers_and_what_is_printed_names_loss_speed_and_time(
     with reporter(tmp_path, steps=10) as report:
         report.say("data/x[/y]z [b]a.txt")  # as it is, without markup
         time.sleep(0.05)  # an evaluation or a checkpoint belongs to no step
-        take(report, 1, seconds=2.0, waiting=0.5)
+        take(report, 1)
         report.validation(1, 5.25, 7.5)
-        take(report, 2, seconds=2.0, waiting=99.0)
+        take(report, 2, waiting=1.0)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert 0.05 <= lines[0].pop("seconds") <= lines[1].pop("seconds") <= lines[2].pop("seconds") < 60
-    step = {"loss": 5.5, "learning_rate": 0.25, "gradient_norm": 3.0, "tokens_per_second": 50.0}
     assert lines == [
-        {"step": 1, **step, "waiting": 0.25, "tokens": 100},
+        {"step": 1, **STEP, "tokens": 100},
         {"step": 1, "validation_loss": 5.25, "validation_bits_per_byte": 7.5, "tokens": 100},
-        {"step": 2, **step, "waiting": 1.0, "tokens": 200},
+        {"step": 2, **STEP, "waiting": 1.0, "tokens": 200},
     ]
     note, line, _ = capsys.readouterr().err.splitlines()
     assert note == "data/x[/y]z [b]a.txt"

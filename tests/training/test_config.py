@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from lineartime.runs.record import read_record
 from lineartime.runs.table import summarize
 from lineartime.training.config import TrainConfig, learning_rate, recipe_config, with_other_steps
 from lineartime.training.loop import train
-from lineartime.training.saving import complete
+from lineartime.training.setup import complete
 
-from .conftest import MakeConfig
+MakeConfig = Callable[..., TrainConfig]
 
 # The table of the paper's recipes, written out a second time.
 SHARED = {

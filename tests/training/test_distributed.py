@@ -1,12 +1,17 @@
-"""Several processes on one machine, over gloo: whatever they share, the run is that of one process."""
+"""Several processes on one machine, over gloo: whatever they share, the run is that of one process.
+
+They are started as by torchrun, but within tenths of a second.
+"""
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +22,93 @@ import torch
 import lineartime
 from lineartime.checkpoint import last_checkpoint, list_checkpoints, read_validation_loss
 from lineartime.errors import LineartimeError
+from lineartime.runs.metrics import losses, read_metrics
 from lineartime.runs.record import last_error, read_record
+from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
 from lineartime.training.parallel import Environment, read_environment
 
-from .conftest import Launch, MakeConfig
-
 pytestmark = pytest.mark.slow
+
+# What each process does: it takes its place from the environment, like one that torchrun started.
+PROCESS = """
+import os, warnings
+from pathlib import Path
+os.environ.update({environment!r})
+warnings.simplefilter("ignore")
+import torch
+torch.set_num_threads(1)
+from lineartime.errors import LineartimeError
+from lineartime.training.config import TrainConfig
+from lineartime.training.loop import train
+import lineartime.runs.metrics
+lineartime.runs.metrics.draw_curve = lambda run: run  # as in the fixture `without_pictures`
+config = TrainConfig.from_dict({config!r})
+try:
+    exec({before!r})
+    train(config)
+except LineartimeError as error:
+    Path({error_file!r}).write_text(f"{{type(error).__name__}}: {{error}}")
+    os._exit(1)
+"""
+
+Launch = Callable[..., "Processes"]
+MakeConfig = Callable[..., TrainConfig]
+
+
+class Processes:
+    """The processes of one run."""
+
+    def __init__(self, processes: list[Any], folder: Path) -> None:
+        self.processes = processes
+        self.folder = folder
+
+    def wait(self, seconds: float = 120) -> list[int | None]:
+        """Their exit statuses; those that still run after that time are killed, and have None."""
+        codes = [process.wait(seconds) for process in self.processes]
+        for process in self.processes:
+            process.kill()
+        return codes
+
+    def errors(self) -> list[str]:
+        """The error of each of them: of lineartime, or what it wrote last; empty where there is none."""
+        files = [self.folder / f"error-{rank}.txt" for rank in range(len(self.processes))]
+        return [
+            file.read_text() if file.exists() else process.output if "Traceback" in process.output else ""
+            for file, process in zip(files, self.processes, strict=True)
+        ]
+
+
+@pytest.fixture
+def launch(fork: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """`launch(config, 2)`: train in two processes; `before` is run in each of them first, `only` names those to start."""
+
+    def start(config: TrainConfig, size: int, *, before: str = "", only: tuple[int, ...] | None = None) -> Processes:
+        folder = tmp_path_factory.mktemp("processes")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        processes = []
+        for rank in range(size):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            values = json.loads(json.dumps(config.to_dict()))
+            error_file = str(folder / f"error-{rank}.txt")
+            code = PROCESS.format(environment=environment, config=values, before=before, error_file=error_file)
+            if only is None or rank in only:
+                processes.append(fork(code))
+        return Processes(processes, folder)
+
+    return start
 
 
 def metrics(run: Path, name: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[name] for line in lines if name in line}
+    return losses(read_metrics(run), name)
 
 
 def assert_same_run(run: Path, expected: Path) -> None:
@@ -43,48 +123,33 @@ def assert_same_run(run: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "options"),
+    ("alone", "changed", "size"),
     [
-        (2, {"packed": True, "optimizer": "muon"}),
-        (3, {"optimizer": "muon", "parallel": "fsdp", "tokens_per_batch": 12 * 32, "recompute": True}),
-        (4, {"context_parallel": 2, "task": "mlm", "batch_size": 2}),
-        pytest.param(4, {"context_parallel": 4, "parallel": "fsdp"}, marks=pytest.mark.nightly),
-    ],
-    ids=["ddp", "fsdp", "context", "context-fsdp"],
-)
-def test_any_number_of_processes_gives_the_run_of_one(
-    config: MakeConfig, launch: Launch, tmp_path: Path, size: int, options: dict[str, Any]
-) -> None:
-    common = {"context_length": 32, "tokens_per_batch": 8 * 32, "batch_size": 4, "steps": 3, "eval_every": 3}
-    alone = {key: value for key, value in options.items() if key in ("task", "packed", "optimizer", "tokens_per_batch")}
-    for name, changed, count in (("one", alone, 1), ("run", options, size)):
-        processes = launch(config(**{**common, **changed}, out=tmp_path / name), count)
-        assert processes.wait() == [0] * count, processes.errors()
-    assert_same_run(tmp_path / "run", tmp_path / "one")
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (({"clip_tokens": 4 * 32}, 1), ({"clip": "local"}, 2)),
+        ({"packed": True, "optimizer": "muon"}, {}, 2),
+        ({"optimizer": "muon", "tokens_per_batch": 12 * 32}, {"parallel": "fsdp", "recompute": True}, 3),
+        ({"task": "mlm"}, {"context_parallel": 2, "batch_size": 2}, 4),
+        ({"clip_tokens": 4 * 32, "clip_norm": 0.01}, {"clip_tokens": None, "clip": "local"}, 2),
+        pytest.param({}, {"context_parallel": 4, "parallel": "fsdp"}, 4, marks=pytest.mark.nightly),
         pytest.param(
-            ({"clip_tokens": 4 * 32, "batch_size": 1}, 1),
-            ({"clip_tokens": 4 * 32, "context_parallel": 2}, 2),
+            {"clip_tokens": 4 * 32, "clip_norm": 0.01, "batch_size": 1},
+            {"context_parallel": 2, "batch_size": 4},
+            2,
             marks=pytest.mark.nightly,
         ),
     ],
-    ids=["local", "context"],
+    ids=["ddp", "fsdp", "context", "clip", "context-fsdp", "context-clip"],
 )
-def test_gradients_of_so_many_tokens_are_clipped_alike_by_any_number_of_processes(
-    config: MakeConfig, launch: Launch, tmp_path: Path, first: tuple[Any, int], second: tuple[Any, int]
+def test_any_number_of_processes_gives_the_run_of_one(
+    config: MakeConfig, launch: Launch, tmp_path: Path, alone: dict[str, Any], changed: dict[str, Any], size: int
 ) -> None:
-    common = {"context_length": 32, "tokens_per_batch": 8 * 32, "batch_size": 4, "steps": 3, "eval_every": 3, "clip_norm": 0.01}
-    for name, (options, size) in (("one", first), ("run", second)):
-        processes = launch(config(**{**common, **options}, out=tmp_path / name), size)
-        assert processes.wait() == [0] * size, processes.errors()
+    common = {"context_length": 32, "tokens_per_batch": 8 * 32, "batch_size": 4, "steps": 3, "eval_every": 3, **alone}
+    for name, options, count in (("one", {}, 1), ("run", changed, size)):
+        processes = launch(config(**{**common, **options}, out=tmp_path / name), count)
+        assert processes.wait() == [0] * count, processes.errors()
     assert_same_run(tmp_path / "run", tmp_path / "one")
-    train(config(**common, out=tmp_path / "global"))
-    assert metrics(tmp_path / "global", "loss") != pytest.approx(metrics(tmp_path / "one", "loss"), rel=1e-6)
+    if "clip_norm" in alone:  # and clipping the whole gradient is another thing
+        train(config(**{**common, "clip_tokens": None}, out=tmp_path / "global"))
+        assert metrics(tmp_path / "global", "loss") != pytest.approx(metrics(tmp_path / "one", "loss"), rel=1e-6)
 
 
 def test_run_saved_by_four_processes_goes_on_with_two_and_with_one(config: MakeConfig, launch: Launch, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,15 +26,30 @@ from lineartime.data import Batch, ByteTokenizer, read_window, spread_windows
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.models import CausalLM, MaskedLM
 from lineartime.runs import metrics as run_metrics
-from lineartime.runs.metrics import NullReporter
+from lineartime.runs.metrics import NullReporter, read_metrics
 from lineartime.runs.record import read_record
-from lineartime.training import saving
+from lineartime.training import setup
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import Stop, Trainer, interrupts, train
 from lineartime.training.parallel import World, part_of
-from lineartime.training.saving import complete, saved_config
+from lineartime.training.setup import complete, saved_config
 
-from .conftest import MakeConfig, interrupting
+MakeConfig = Callable[..., TrainConfig]
+
+
+@contextmanager
+def interrupting(step: int) -> Iterator[None]:
+    """`with interrupting(3)`: press Ctrl-C while step 3 is computed."""
+    take = Trainer.take_step
+
+    def take_and_interrupt(self: Trainer, *arguments: Any) -> bool:
+        if self.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return take(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "take_step", take_and_interrupt)
+        yield
 
 
 def trained(config: TrainConfig) -> Path:
@@ -45,16 +62,12 @@ def resumed(run: Path, **options: Any) -> Path:
     return train(out=run, resume=True, **options).run
 
 
-def metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def losses(run: Path) -> list[tuple[float, float]]:
-    return [(line["step"], line["loss"]) for line in metrics(run) if "loss" in line]
+    return [(line["step"], line["loss"]) for line in read_metrics(run) if "loss" in line]
 
 
 def validations(run: Path) -> list[tuple[float, float]]:
-    return [(line["step"], line["validation_loss"]) for line in metrics(run) if "validation_loss" in line]
+    return [(line["step"], line["validation_loss"]) for line in read_metrics(run) if "validation_loss" in line]
 
 
 def test_step_without_masked_tokens_has_no_loss(config: MakeConfig) -> None:
@@ -64,7 +77,7 @@ def test_step_without_masked_tokens_has_no_loss(config: MakeConfig) -> None:
     known = dict(losses(run))
     assert 0 < len(known) < 20  # 0.85^8 = 27 % of the steps have none
     assert min(known.values()) > 5  # of ln 258 = 5.55, as nothing is learned
-    assert {line["step"] for line in metrics(run) if "gradient_norm" in line} == set(range(1, 21))
+    assert {line["step"] for line in read_metrics(run) if "gradient_norm" in line} == set(range(1, 21))
 
 
 @pytest.mark.parametrize(("task", "kind"), [("clm", CausalLM), ("mlm", MaskedLM), ("prefix-lm", CausalLM)])
@@ -74,7 +87,7 @@ def test_model_of_each_task_learns(config: MakeConfig, task: Task, kind: type[Ca
     model = lineartime.load(run)
     assert (type(model), model.config.task) == (kind, task)
     assert losses(run)[-1][1] < 4.0
-    assert ("validation_bits_per_byte" in metrics(run)[-1]) == (task != "mlm")
+    assert ("validation_bits_per_byte" in read_metrics(run)[-1]) == (task != "mlm")
 
 
 def test_interrupted_step_is_saved_before_it_is_evaluated(
@@ -191,13 +204,13 @@ def test_auto_resume_takes_what_a_run_began_with_again(
 def test_processes_that_torchrun_starts_again_resume_the_run_of_the_preset_of_the_recipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run, asked = saving.complete({"recipe": "quick"}).run_directory, list[Path]()
-    assert run != saving.complete({}).run_directory
+    run, asked = setup.complete({"recipe": "quick"}).run_directory, list[Path]()
+    assert run != setup.complete({}).run_directory
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert not saving.complete({"recipe": "quick"}).resume  # before the first checkpoint
-    monkeypatch.setattr(saving, "list_checkpoints", lambda folder: [folder])
-    monkeypatch.setattr(saving, "_resumed", lambda folder, given: asked.append(folder))
-    saving.complete({"recipe": "quick"})
+    assert not setup.complete({"recipe": "quick"}).resume  # before the first checkpoint
+    monkeypatch.setattr("lineartime.checkpoint.list_checkpoints", lambda folder: [folder])
+    monkeypatch.setattr(setup, "_resumed", lambda folder, given: asked.append(folder))
+    setup.complete({"recipe": "quick"})
     assert asked == [run]
 
 
@@ -241,7 +254,7 @@ def test_infinite_step_changes_nothing_and_is_counted(config: MakeConfig, monkey
     assert read_training_state(last_checkpoint(trainer.config.run_directory)).skipped == 2
     text = (trainer.config.run_directory / "metrics.jsonl").read_text()
     assert "NaN" not in text  # which is no JSON
-    assert [line["skipped"] for line in metrics(trainer.config.run_directory) if "skipped" in line][-1] == 2
+    assert [line["skipped"] for line in read_metrics(trainer.config.run_directory) if "skipped" in line][-1] == 2
 
 
 def test_damaged_last_checkpoint_is_named_and_without_it_the_run_goes_on_from_the_one_before(
@@ -277,7 +290,7 @@ def test_gradients_are_clipped(config: MakeConfig) -> None:
     parameters, norms = list(trainer.model.parameters()), []
     trainer.optimizer.step = lambda: norms.append(torch.nn.utils.get_total_norm([p.grad for p in parameters]))  # type: ignore[method-assign, misc]
     trainer.run()
-    assert metrics(trainer.config.run_directory)[0]["gradient_norm"] > 1e-2  # the norm before clipping
+    assert read_metrics(trainer.config.run_directory)[0]["gradient_norm"] > 1e-2  # the norm before clipping
     assert norms[0].item() == pytest.approx(1e-3, rel=1e-2)
 
 

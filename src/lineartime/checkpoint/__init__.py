@@ -54,8 +54,6 @@ CheckpointChoice = Literal["best", "last"] | int
 """A checkpoint of a run: the best one, the last one, or that of a step."""
 Step = Annotated[int, Between(0, 10**9)]
 
-_GONE = ("like", "lanes", "max_expansion", "shuffle_documents")
-"""Options that the first runs recorded, and that training no longer has."""
 HELD_OUT = ", held out "
 """What stands before the digest of the held-out text in the identity of a text."""
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -106,9 +104,10 @@ class TrainingState:
 
 
 def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a run, without those that are gone."""
-    kept = {option: value for option, value in options.items() if option not in _GONE}
-    if isinstance(kept.get("track"), (list, tuple)):  # of which one is gone
+    """The options of a run, without those that the first runs recorded and training no longer has."""
+    gone = ("like", "lanes", "max_expansion", "shuffle_documents")
+    kept = {option: value for option, value in options.items() if option not in gone}
+    if isinstance(kept.get("track"), (list, tuple)):
         kept["track"] = [name for name in kept["track"] if name != "trackio"]
     return kept
 
@@ -220,7 +219,7 @@ def load(
     from lineartime.machine import choose_device
 
     place = choose_device(device)
-    return read_any_model(find_checkpoint(path, checkpoint))[0].to(place).eval()
+    return _read_model(find_checkpoint(path, checkpoint))[0].to(place).eval()
 
 
 def load_with_tokenizer(
@@ -230,8 +229,9 @@ def load_with_tokenizer(
     from lineartime.machine import choose_device
 
     place, found = choose_device(device), find_checkpoint(path, checkpoint)
-    model, tokenizer = read_model(found)
-    return Loaded(found, model.to(place).eval(), tokenizer)
+    read_model_config(found)
+    model, tokenizer = _read_model(found)
+    return Loaded(found, cast("CausalLM | MaskedLM", model).to(place).eval(), tokenizer)
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
@@ -247,14 +247,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     return named_tokenizer(str(path))
 
 
-def read_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM, Tokenizer]":
-    """As `read_any_model`, but for a language model: raises LineartimeError for an encoder-decoder."""
-    read_model_config(checkpoint)
-    model, tokenizer = read_any_model(checkpoint)
-    return cast("CausalLM | MaskedLM", model), tokenizer
-
-
-def read_any_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM | EncoderDecoder, Tokenizer]":
+def _read_model(checkpoint: Path) -> "tuple[CausalLM | MaskedLM | EncoderDecoder, Tokenizer]":
     """Build the model of a checkpoint with its weights, on the CPU, and its tokenizer. Raises as `load` does."""
     from lineartime.data import read_tokenizer
     from lineartime.models.cost import check_memory
@@ -300,7 +293,7 @@ def _read_config(checkpoint: Path) -> "ModelConfig | EncoderDecoderConfig":
     from lineartime.models.config import ModelConfig
     from lineartime.seq2seq import EncoderDecoderConfig
 
-    description = _read(checkpoint / _MODEL)
+    description = _read_json(checkpoint / _MODEL)
     try:
         return (EncoderDecoderConfig if "n_decoder_blocks" in description else ModelConfig).from_dict(description)
     except ValueError as error:
@@ -310,7 +303,7 @@ def _read_config(checkpoint: Path) -> "ModelConfig | EncoderDecoderConfig":
 
 def read_training_state(checkpoint: Path) -> TrainingState:
     """Read what resuming needs besides tensors; missing fields take defaults. Raises LineartimeError if unreadable."""
-    values = _read(checkpoint / _TRAINING)
+    values = _read_json(checkpoint / _TRAINING)
     values.pop("automatic", None)  # which the first runs recorded, and nothing needs
     try:
         state: TrainingState = decode(TrainingState, values)
@@ -330,7 +323,7 @@ def read_validation_loss(checkpoint: Path) -> float | None:
     """The validation loss of a checkpoint in nats per token; None if not measured. Raises LineartimeError if damaged."""
     if (checkpoint / _VALIDATION).exists():
         try:
-            loss: float = decode(float, _read(checkpoint / _VALIDATION).get("validation_loss"), "validation_loss")
+            loss: float = decode(float, _read_json(checkpoint / _VALIDATION).get("validation_loss"), "validation_loss")
             return loss
         except ArgumentError as error:
             raise damaged(checkpoint, f"{_VALIDATION}: {error}") from None
@@ -346,7 +339,7 @@ def add_validation_loss(checkpoint: Path, loss: float) -> None:
         write_atomically(checkpoint / _VALIDATION, _json({"validation_loss": loss}))
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     """The content of a JSON file. Raises LineartimeError for a version that only a later lineartime reads."""
     try:
         data = read_plain(file)
@@ -450,7 +443,11 @@ def save(model: "LanguageModel | EncoderDecoder", tokenizer: "Tokenizer", folder
     if not isinstance(model, EncoderDecoder):
         model = check_model(model, LanguageModel, "be saved", computes=False)
     check_vocabulary(tokenizer, model.config.vocab_size)
-    check_finite("model", model)
+    for name, weight in model.state_dict().items():
+        if weight.is_meta:
+            raise ArgumentError("model", f"has {name} on the meta device, where it has no values: move it from there first.")
+        if not all_finite(weight.detach().cpu()):
+            raise ArgumentError("model", f"has numbers in {name} that are not finite, so it could not be loaded again.")
     check_layers(model)
     with new_folder("folder", Path(folder)) as partial:
         write_model(partial, model, tokenizer)
@@ -459,15 +456,6 @@ def save(model: "LanguageModel | EncoderDecoder", tokenizer: "Tokenizer", folder
         except UnfitWeightsError as error:
             raise ArgumentError("model", f"could not be loaded again: {error}.") from None
     return Path(folder)
-
-
-def check_finite(argument: str, model: "LanguageModel | EncoderDecoder") -> None:
-    """Raise ArgumentError, naming the argument that holds the model, unless all weights are finite."""
-    for name, weight in model.state_dict().items():
-        if weight.is_meta:
-            raise ArgumentError(argument, f"has {name} on the meta device, where it has no values: move it from there first.")
-        if not all_finite(weight.detach().cpu()):
-            raise ArgumentError(argument, f"has numbers in {name} that are not finite, so it could not be loaded again.")
 
 
 def check_layers(model: "LanguageModel | EncoderDecoder") -> None:

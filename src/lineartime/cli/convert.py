@@ -9,6 +9,7 @@ import tyro
 from lineartime.cli.options import Checkpoint
 from lineartime.errors import ArgumentError
 from lineartime.files import is_folder, is_there
+from lineartime.screen import Progress
 from lineartime.units import number_or_text
 
 
@@ -29,7 +30,6 @@ class ConvertOptions:
 
 def run(options: ConvertOptions) -> None:
     """Convert the model, and print what was written and how to load it."""
-    from lineartime.data.progress import Progress
     from lineartime.foreign.conversion import is_foreign
 
     with Progress(f"converting {options.source}"):

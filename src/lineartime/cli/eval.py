@@ -18,8 +18,7 @@ from lineartime.screen import SCREEN, new_table, output_console
 from lineartime.units import NOT_THERE, cell
 
 if TYPE_CHECKING:
-    from lineartime.evaluation import Evaluation
-    from lineartime.evaluation.perplexity import Mean
+    from lineartime.evaluation import Evaluation, Mean
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import tyro
 
 from lineartime.cli.options import Checkpoint
 from lineartime.errors import ArgumentError
+from lineartime.screen import Progress
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,6 @@ def run(options: ExportOptions) -> None:
     if options.part == "text" and options.format == "package":
         raise ArgumentError("format", "is package, but a package holds the step alone: use program or onnx, or `part=step`.")
     from lineartime.checkpoint import load_with_tokenizer
-    from lineartime.data.progress import Progress
     from lineartime.export import checked_file, export_step, export_text, write_onnx, write_package, write_program
     from lineartime.models.language_model import MaskedLM
 

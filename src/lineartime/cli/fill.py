@@ -30,11 +30,10 @@ class FillOptions:
 def run(options: FillOptions) -> None:
     """Print the candidates for each mask."""
     from lineartime.checkpoint import load_with_tokenizer
-    from lineartime.machine import choose_device
     from lineartime.models.language_model import MaskedLM, check_model
     from lineartime.text_generation import fill_mask
 
-    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=options.checkpoint)
+    loaded = load_with_tokenizer(options.run, options.device, checkpoint=options.checkpoint)
     masks = fill_mask(check_model(loaded.model, MaskedLM, "fill masks"), loaded.tokenizer, options.text, options.top)
     if options.json:
         found = [[dataclasses.asdict(candidate) for candidate in candidates] for candidates in masks]

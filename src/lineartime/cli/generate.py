@@ -13,7 +13,7 @@ import tyro
 
 from lineartime.cli.options import Checkpoint, Device, Threads, read_text
 from lineartime.files import check_new
-from lineartime.screen import SCREEN
+from lineartime.screen import SCREEN, Progress
 from lineartime.units import size
 
 if TYPE_CHECKING:
@@ -87,7 +87,6 @@ def run(options: GenerateOptions) -> None:
 
 def _generate(options: GenerateOptions, prompt: str, device: "torch.device") -> None:
     from lineartime.checkpoint import load_with_tokenizer
-    from lineartime.data.progress import Progress
     from lineartime.generation import Sampling, load_state, read_prompt, save_state
     from lineartime.models.language_model import CausalLM, check_model
     from lineartime.text_generation import generate_samples, generate_text, prompt_ids

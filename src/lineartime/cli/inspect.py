@@ -31,14 +31,13 @@ def run(options: InspectOptions) -> None:
     """Read the text, write the picture, and print where it is and what it does not show."""
     from lineartime.checkpoint import load_with_tokenizer
     from lineartime.inspection import draw, inspect
-    from lineartime.machine import choose_device
     from lineartime.plots import check_picture, save_figure
 
     check_picture(options.out)  # before the slow part
     text = read_text(options, "text")
     if not text:
         raise ArgumentError("text", "is missing or empty, but must hold a text, here or in a file.")
-    loaded = load_with_tokenizer(options.run, choose_device(options.device), checkpoint=options.checkpoint)
+    loaded = load_with_tokenizer(options.run, options.device, checkpoint=options.checkpoint)
     inspection = inspect(loaded.model, loaded.tokenizer, text, options.max_tokens)
     picture = save_figure(draw(inspection, str(loaded.checkpoint)), options.out, dots_per_inch=100)
     print(f"{picture}: {' '.join((f'{len(inspection.tokens):,} tokens.', *inspection.notes))}")

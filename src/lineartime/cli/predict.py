@@ -9,6 +9,7 @@ import tyro
 from lineartime import choices
 from lineartime.cli.options import Device
 from lineartime.errors import require_packages
+from lineartime.screen import Progress
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class PredictOptions:
 def run(options: PredictOptions) -> None:
     """Answer or label the inputs, and print how many there were."""
     require_packages("datasets", "transformers", "scipy", "sklearn", extra="finetune", purpose="Predicting")
-    from lineartime.data.progress import Progress
     from lineartime.finetuning.predict import predict
 
     given = {name: getattr(options, name) for name in ("resume", "batch_size", "device", "precision")}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import tyro
 
 from lineartime.errors import LineartimeError, did_you_mean
-from lineartime.screen import new_table, output_console, tracked
+from lineartime.screen import Progress, new_table, output_console
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,24 @@ def run(options: PresetsOptions) -> None:
         del headers[-1]
     table = new_table(headers, left=("preset", "what it is"), folded=("what it is",))
     causal, bidirectional = presets("clm"), presets("mlm")
-    for name in tracked(names, "counting", len(names)):
-        model, what = causal.get(name) or bidirectional[name], system_of(name).describe()
-        length, (parameters, flops, state) = preset_cost(name, model, options.context_length)
-        if options.json:
-            sizes = {"n_blocks": model.n_blocks, "d_model": model.d_model, "parameters": parameters}
-            costs = {"context_length": length, "flops_per_token": flops, "state_bytes": state}
-            print(json.dumps({"name": name, "description": what, **sizes, **costs}), flush=True)
-        row = [
-            name,
-            f"{parameters / 1e6:.1f} M",
-            f"{model.n_blocks} x {model.d_model}",
-            f"{flops / 1e6:,.1f}" + (" " if length == options.context_length else "*"),
-            "none" if state is None else f"{state / 1e6:,.1f} MB",
-            what,
-        ]
-        table.add_row(*row[: len(headers)])
+    with Progress("counting", len(names)) as progress:
+        for name in names:
+            model, what = causal.get(name) or bidirectional[name], system_of(name).describe()
+            length, (parameters, flops, state) = preset_cost(name, model, options.context_length)
+            if options.json:
+                sizes = {"n_blocks": model.n_blocks, "d_model": model.d_model, "parameters": parameters}
+                costs = {"context_length": length, "flops_per_token": flops, "state_bytes": state}
+                print(json.dumps({"name": name, "description": what, **sizes, **costs}), flush=True)
+            row = [
+                name,
+                f"{parameters / 1e6:.1f} M",
+                f"{model.n_blocks} x {model.d_model}",
+                f"{flops / 1e6:,.1f}" + (" " if length == options.context_length else "*"),
+                "none" if state is None else f"{state / 1e6:,.1f} MB",
+                what,
+            ]
+            table.add_row(*row[: len(headers)])
+            progress.advance(1)
     if not options.json:
         console.print(table)
         over = f"over {options.context_length:,} tokens (*: over as many as it reads)"

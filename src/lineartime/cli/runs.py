@@ -10,9 +10,9 @@ import tyro
 
 from lineartime.errors import LineartimeError
 from lineartime.plots import check_picture
-from lineartime.runs.curve import draw_comparison
+from lineartime.runs.metrics import draw_comparison
 from lineartime.runs.table import UNLIMITED, RunSummary, group_runs, make_tables, name_runs, summarize
-from lineartime.screen import SCREEN, output_console, tracked
+from lineartime.screen import SCREEN, Progress, output_console
 
 _PICTURE = "runs.png"
 Groups = Mapping[str, Sequence[RunSummary]]
@@ -41,10 +41,12 @@ def run(options: RunsOptions) -> None:
     names, missing = name_runs(options.folders)
     problems: list[str] = []
     runs: list[RunSummary] = []
-    for path, name in tracked(names.items(), "reading", len(names)):
-        summary, damaged = summarize(path, name)
-        runs.append(summary)
-        problems += damaged
+    with Progress("reading", len(names)) as progress:
+        for path, name in names.items():
+            summary, damaged = summarize(path, name)
+            runs.append(summary)
+            problems += damaged
+            progress.advance(1)
     if runs:
         groups = group_runs(runs)
         picture = _draw(options, groups, problems)

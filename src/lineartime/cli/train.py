@@ -48,7 +48,7 @@ class TrainOptions(TrainConfig):
 
 def run(options: TrainOptions, arguments: Sequence[str]) -> None:
     """Train, then print the best checkpoint."""
-    from lineartime.training.saving import complete
+    from lineartime.training.setup import complete
 
     given = {} if options.config is None else read_options(options.config)
     flags = {word.partition("=")[0][2:].replace("-", "_").removeprefix("no_") for word in arguments if word.startswith("--")}

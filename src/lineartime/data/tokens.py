@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from lineartime.choices import ShardKind, Split
 from lineartime.data.corpora import Corpus, LocalCorpus
 from lineartime.data.folders import SHARES, SPLITS, FilePart
-from lineartime.data.progress import Progress
 from lineartime.data.readers import BLOCK
 from lineartime.data.shards import Piece, Shards, id_dtype, mapped, read_pieces, unmarked, write_ids
 from lineartime.data.tokenizers import Tokenizer, fingerprint
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import Count, Matching
 from lineartime.files import read_file, remove_abandoned, write_atomically
+from lineartime.screen import Progress
 
 _FORMAT = 6  # part of every file's name: increase it when the same input would give other tokens
 _HASHED = 1 << 26  # tokens that are hashed together

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from lineartime.choices import VOCAB_SIZE
 from lineartime.data.corpora import Corpus, no_text
-from lineartime.data.progress import Progress
 from lineartime.data.readers import BLOCK
 from lineartime.data.tokenizers import (
     FRAME,
@@ -25,6 +24,7 @@ from lineartime.data.tokens import parts
 from lineartime.errors import ArgumentError, require_packages
 from lineartime.fields import AtLeastOne, Between, check_type
 from lineartime.files import is_there, write_file
+from lineartime.screen import Progress
 
 _FORMAT = 5  # part of every cached file's name: increase it when the same text would give another tokenizer
 _SPECIAL = ["<|endoftext|>", MASK_TEXT, *FRAME]

@@ -92,11 +92,12 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
     """
     destination = Path(destination)
     with new_folder("destination", destination) as folder:
-        model, tokenizer, context = _read_checkpoint(checkpoints.find_checkpoint(source, checkpoint))
+        found, model, tokenizer = checkpoints.load_with_tokenizer(source, checkpoint=checkpoint)
+        options = checkpoints.read_training_state(found).config if checkpoints.has_training_state(found) else {}
         end, masked = tokenizer.end_of_document, model.config.task == "mlm"
         config = LineartimeConfig.from_model_config(model.config, bos_token_id=end, eos_token_id=end, pad_token_id=end)
         longest = model.config.longest_sequence
-        if length := longest or context:
+        if length := longest or options.get("context_length"):
             config.n_positions = length  # what evaluation harnesses read; models themselves have no use for it
         with shapes_only():
             made = (LineartimeForMaskedLM if masked else LineartimeForCausalLM)(config)
@@ -118,12 +119,6 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         )
         (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")  # the name may not be UTF-8
     return destination
-
-
-def _read_checkpoint(checkpoint: Path) -> tuple[LanguageModel, Tokenizer, int | None]:
-    """A model, its tokenizer, and its context in training, if known."""
-    options = checkpoints.read_training_state(checkpoint).config if checkpoints.has_training_state(checkpoint) else {}
-    return (*checkpoints.read_model(checkpoint), options.get("context_length"))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 from lineartime.data.batches import evaluation_batch, row_frame
 from lineartime.data.tokenizers import FRAME, Tokenizer, check_vocabulary, encode_given
 from lineartime.errors import ArgumentError
-from lineartime.evaluation.perplexity import token_losses
+from lineartime.evaluation import token_losses
 from lineartime.fields import Between, check_limits
 from lineartime.layers.attention import Attention
 from lineartime.layers.flash import FLASH, GAU

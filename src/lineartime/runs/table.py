@@ -15,8 +15,7 @@ from rich.table import Table
 from lineartime.checkpoint import checkpoint_path, list_checkpoints
 from lineartime.errors import LineartimeError
 from lineartime.files import RECORD_FILE, is_there
-from lineartime.runs.curve import thinned
-from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_metrics
+from lineartime.runs.metrics import AVERAGED, METRICS_FILE, Line, read_metrics, thinned
 from lineartime.runs.record import WITHOUT_EFFECT, Record, is_locked, last_error, read_record, texts_of
 from lineartime.screen import new_table
 from lineartime.units import NOT_THERE, cell, counted, duration, without_empty

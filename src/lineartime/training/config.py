@@ -43,10 +43,6 @@ Ratio = Annotated[float, Between(above=0, most=1e5)]
 """A factor of a learning rate: metrics.jsonl holds the product, and no number above 1e40."""
 NotNegative = Annotated[float, Between(0)]
 Decay = Annotated[float, Between(0, below=1)]
-COSINE_FLOOR = 0.1
-"""The final learning rate of a cosine schedule, as a share of the peak."""
-LONGEST_WARMUP = 1000
-"""The maximum default of the warm-up at a constant rate, which may end sooner or later than the run was started for."""
 _COMPARED = 1000
 """At how many of the steps taken the rates of two schedules are compared."""
 
@@ -208,13 +204,12 @@ class TrainConfig:
         if self.context_parallel > 1 and (self.packed or self.task == "prefix-lm"):
             what = "documents are kept apart (`packed`)" if self.packed else "`task=prefix-lm` has prefixes"
             raise ArgumentError("context_parallel", f"is {self.context_parallel}, but {what}: use one or the other.")
-        if self.resume or self.recipe is not None:  # then, what was not given may be unused here
-            return
-        if self.decay_steps is not None and self.schedule != "wsd":
+        given = not self.resume and self.recipe is None  # otherwise, an option without effect may come from there
+        if given and self.decay_steps is not None and self.schedule != "wsd":
             found = f"is {self.decay_steps}, but {self.schedule} schedules have no decay"
             raise ArgumentError("decay_steps", f"{found}: use `schedule=wsd`, or leave it out.")
         for name in ("adamw_ratio", "momentum"):
-            if self.optimizer == "adamw" and getattr(self, name) != getattr(TrainConfig, name):
+            if given and self.optimizer == "adamw" and getattr(self, name) != getattr(TrainConfig, name):
                 found = f"is {getattr(self, name)}, but is not used with `optimizer=adamw`"
                 raise ArgumentError(name, f"{found}: use `optimizer=muon`, or leave it out.")
 
@@ -280,8 +275,8 @@ def warmup_steps(config: TrainConfig) -> int:
     """The number of steps over which the learning rate rises; by default, a tenth of all."""
     if config.warmup_steps is not None:
         return config.warmup_steps
-    tenth = config.steps // 10
-    return tenth if config.schedule in ("linear", "cosine") else min(tenth, LONGEST_WARMUP)
+    most = config.steps if config.schedule in ("linear", "cosine") else 1000  # others may end sooner or later than planned
+    return min(config.steps // 10, most)
 
 
 def decay_steps(config: TrainConfig) -> int:
@@ -301,7 +296,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
         case "linear":
             return peak * left / falling
         case "cosine":
-            floor = COSINE_FLOOR * peak
+            floor = 0.1 * peak
             return floor + (peak - floor) * (1 + math.cos(math.pi * (step - warmup) / falling)) / 2
         case "constant":
             return peak

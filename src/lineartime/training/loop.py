@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,33 +15,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lineartime import checkpoint as checkpoints
-from lineartime.data import Batch, evaluation_batch, merge_states, read_window, spread_windows, text_length
+from lineartime.data import evaluation_batch, merge_states, read_window, spread_windows, text_length
 from lineartime.errors import DivergedError, LineartimeError, require_packages
 from lineartime.files import removed_on_failure
 from lineartime.host import freed_memory_kept, stop_signals
 from lineartime.machine import autocast, choose_compile, choose_device, choose_precision, faster_precision, using_threads
 from lineartime.models.language_model import CausalLM, MaskedLM
 from lineartime.ops.cross_entropy import IGNORED
-from lineartime.runs.curve import draw_curve
-from lineartime.runs.metrics import NullReporter, Reporter, StepMetrics, losses, read_metrics
+from lineartime.runs.metrics import NullReporter, Reporter, draw_curve, losses, read_metrics
 from lineartime.runs.record import RunRecord, locked
+from lineartime.training import setup
 from lineartime.training.config import TrainConfig, learning_rate, warmup_steps
 from lineartime.training.optimizers import build_optimizer
 from lineartime.training.parallel import Objective, Parallel, World, join_world, part_of, read_environment
-from lineartime.training.saving import CheckpointWriter, complete, restore_moments, saved_config, starting_point
-from lineartime.training.setup import (
-    Text,
-    check_same_run,
-    check_start,
-    make_model,
-    make_tokenizer,
-    read_corpus,
-    slice_unit,
-    start_notes,
-)
 
 
 @dataclass(frozen=True)
@@ -106,7 +94,7 @@ def train(config: TrainConfig | None = None, /, **options: Any) -> TrainingResul
     if not isinstance(options.get("preset", ""), str):  # a `ModelConfig` sets several options
         described = TrainConfig(**options)
         options |= {name: getattr(described, name) for name in ("preset", "task", "override")}
-    return train_completed(complete(options))
+    return train_completed(setup.complete(options))
 
 
 def train_completed(config: TrainConfig) -> TrainingResult:
@@ -124,7 +112,7 @@ def train_completed(config: TrainConfig) -> TrainingResult:
         together as world,
         locked(run, keep=True) if world.is_main else nullcontext(),
     ):
-        start = world.share(lambda: starting_point(config))
+        start = world.share(lambda: setup.starting_point(config))
         # The trainer gets no name: it must be freed before the processes disconnect, which could deadlock (`join_world`).
         return Trainer(config, world, start, record).run()
 
@@ -149,13 +137,13 @@ class Trainer:
 
         rows = config.rows(world.data_rank, world.data_ranks)
         if start is None and config.init_from is not None:
-            check_start(config, config.init_from)
-        corpus = world.local_main_first("the corpus", lambda: read_corpus(config, start))
-        self.tokenizer = make_tokenizer(config, world, start, corpus)
-        self.model = model = make_model(config, world, start, self.tokenizer.vocab_size, rows, self.device)
+            setup.check_start(config, config.init_from)
+        corpus = world.local_main_first("the corpus", lambda: setup.read_corpus(config, start))
+        self.tokenizer = setup.make_tokenizer(config, world, start, corpus)
+        self.model = model = setup.make_model(config, world, start, self.tokenizer.vocab_size, rows, self.device)
         objective = Objective(model, world.context_group)
-        self.text = world.local_main_first("the text", lambda: Text(corpus, self.tokenizer, config, rows))
-        check_same_run(config, self.text, world)
+        self.text = world.local_main_first("the text", lambda: setup.Text(corpus, self.tokenizer, config, rows))
+        setup.check_same_run(config, self.text, world)
 
         self.tokens_per_step = rows.per_step * config.context_length
         tokens = self.tokens_per_step * config.steps
@@ -175,8 +163,8 @@ class Trainer:
         )
         self.parallel = Parallel(objective, config, world)  # copies the weights, so they must be final by now
         self.optimizer = build_optimizer(model, config)
-        self.writer = CheckpointWriter(config, model, self.optimizer, self.tokenizer, world)
-        self._window, self._windows = self._spread_windows()
+        self.writer = setup.CheckpointWriter(config, model, self.optimizer, self.tokenizer, world)
+        self._window_length, self._window_starts = self._spread_windows()
 
         self.step = 0
         self.skipped = 0
@@ -197,12 +185,12 @@ class Trainer:
             )
         self.step, self.skipped, self._validation_loss = state.step, state.skipped, checkpoints.read_validation_loss(start)
         self.text.loader.restore(state.data)
-        restore_moments(start, self.optimizer, self.step - self.skipped)
+        setup.restore_moments(start, self.optimizer, self.step - self.skipped)
 
     def _notes(self, start: Path | None) -> list[str]:
         """What the user may not expect."""
         config = self.config
-        before = None if start is None else saved_config(start).precision
+        before = None if start is None else setup.saved_config(start).precision
         faster, reason = faster_precision(self.device)
         notes = []
         if before not in (None, config.precision):
@@ -210,7 +198,7 @@ class Trainer:
         elif config.precision != faster and (config.precision == "bf16" or start is not None):
             notes.append(f"Computing in {config.precision}; {faster} would be faster here, because {reason}.")
         if start is None:
-            notes += self.world.share(lambda: start_notes(config, self.tokenizer, self.model.config))
+            notes += self.world.share(lambda: setup.start_notes(config, self.tokenizer, self.model.config))
         else:
             notes.append(f"Resuming from {start.name}.")
         if self.resumed and config.max_time is not None:
@@ -283,10 +271,13 @@ class Trainer:
         start = time.perf_counter()
         batches = self.text.loader.next_step()
         waiting = time.perf_counter() - start
-        own_targets = [int((batch.targets != IGNORED).sum()) for batch in batches]
-        # Processes that share a sequence have the same batches.
-        [targets] = self.world.sum(sum(own_targets) / self.world.context_parallel)
-        loss, norm = self._compute_gradient(batches, own_targets, targets)
+        # The seed of dropout is derived from the step, so that checkpoints need not store a state.
+        seeds = np.random.SeedSequence((self.config.seed, self.step, self.world.rank)).generate_state(1, np.uint64)
+        torch.manual_seed(int(seeds[0] >> np.uint64(1)))
+        losses, norms, targets = self.parallel.gradient(batches)
+        # Copy to the host once, at the end: a copy waits for the device, which then idles until the next pass is queued.
+        copied = torch.stack([x.to(losses[0].dtype) for x in (*losses, *norms)]).tolist()
+        loss, norm = sum(copied[: len(losses)]), sum(copied[len(losses) :]) / len(norms)
         finite = math.isfinite(loss) and math.isfinite(norm)
         loss, norm, infinite, stopped = self.world.sum(loss, norm, not finite, stop.requested)
         loss = loss / targets if targets else math.nan  # a masked model may have nothing to predict
@@ -300,37 +291,15 @@ class Trainer:
             self._skipped_in_a_row = 0
             self.optimizer.step()
         self.optimizer.zero_grad()
-        seconds, norm = time.perf_counter() - start, norm / self.world.size
-        report.step(self.step, StepMetrics(loss, rates, norm, self.tokens_per_step, seconds, waiting, self.skipped))
+        seconds = max(time.perf_counter() - start, 1e-9)
+        numbers = {"loss": loss, **rates, "gradient_norm": norm / self.world.size}
+        numbers |= {"tokens_per_second": self.tokens_per_step / seconds, "waiting": waiting / seconds}
+        if self.skipped:
+            numbers["skipped"] = self.skipped
+        report.step(self.step, self.tokens_per_step, numbers)
         if infinite:
             self._report_skipped(loss, report)
         return stopped > 0
-
-    def _compute_gradient(self, batches: Sequence[Batch], own_targets: list[int], targets: float) -> tuple[float, float]:
-        """Run both passes of a step and clip the gradient; return the sum of this process's losses, in nats.
-
-        Also return the norm of the gradient before clipping; if groups of micro-batches are clipped separately, their mean.
-        """
-        # The seed of dropout is derived from the step, so that checkpoints need not store a state.
-        seeds = np.random.SeedSequence((self.config.seed, self.step, self.world.rank)).generate_state(1, np.uint64)
-        torch.manual_seed(int(seeds[0] >> np.uint64(1)))
-        bf16 = self.config.precision == "bf16"
-        losses: list[Tensor] = []
-        norms: list[Tensor] = []
-        size = len(batches) // self.parallel.groups
-        for start in range(0, len(batches), size):
-            weight = self.parallel.loss_weight(sum(own_targets[start : start + size]), targets)
-            for index in range(start, start + size):
-                with self.parallel.accumulate(last=index == len(batches) - 1):
-                    with autocast(self.device, bf16):
-                        loss = self.parallel.objective(*part_of(batches[index], self.world, self.device))
-                    (loss * weight).backward()
-                losses.append(loss.detach())
-            norms.append(self.parallel.clip())
-        self.parallel.finish()
-        # Copy to the host once, at the end: a copy waits for the device, which then idles until the next pass is queued.
-        numbers = torch.stack([x.to(losses[0].dtype) for x in (*losses, *norms)]).tolist()
-        return sum(numbers[: len(losses)]), sum(numbers[len(losses) :]) / len(norms)
 
     def _report_skipped(self, loss: float, report: NullReporter) -> None:
         """Say why the step was skipped. Raises DivergedError after too many in a row."""
@@ -378,7 +347,7 @@ class Trainer:
         config, text = self.config, self.text.validation
         length = config.context_length
         if self.world.context_parallel > 1 and len(text) <= length:  # the longest window that can be sliced
-            unit = slice_unit(self.model.config, self.world)
+            unit = setup.slice_unit(self.model.config, self.world)
             length = (len(text) - 1) // unit * unit
             if length <= 0:
                 few = f"The held-out text has {len(text)} tokens, too few for slices of whole chunks ({unit} + 1)"
@@ -393,13 +362,13 @@ class Trainer:
         total, count, stopped = 0.0, 0, False
         objective.eval()
         together = config.batch_size * world.data_ranks
-        for first in range(0, len(self._windows), together):
+        for first in range(0, len(self._window_starts), together):
             stopped = stop is not None and world.sum(stop.requested) != [0]
             if stopped:
                 break
-            own = list(range(first, min(first + together, len(self._windows))))[world.data_rank :: world.data_ranks]
+            own = list(range(first, min(first + together, len(self._window_starts))))[world.data_rank :: world.data_ranks]
             read = own or [first]  # FSDP needs every process in each forward pass
-            windows = torch.stack([read_window(text, self._windows[index], self._window + 1) for index in read])
+            windows = torch.stack([read_window(text, self._window_starts[index], self._window_length + 1) for index in read])
             batch = evaluation_batch(config.task, windows, self.tokenizer, read, packed=config.packed)
             if not own:
                 batch = batch._replace(targets=torch.full_like(batch.targets, IGNORED))

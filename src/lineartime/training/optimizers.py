@@ -76,9 +76,9 @@ class Muon(torch.optim.Optimizer):
         """The update at a learning rate of 1, sharded like the mean gradient."""
         whole = mean.full_tensor() if isinstance(mean, DTensor) else mean
         scaled = []
-        for part in whole.split(rows):
-            direction = orthogonal(part.bfloat16() if self._bf16 else part).to(part.dtype)
-            scaled.append(direction * (RMS * max(part.shape) ** 0.5))
+        for of_map in whole.split(rows):
+            direction = orthogonal(of_map.bfloat16() if self._bf16 else of_map).to(of_map.dtype)
+            scaled.append(direction * (RMS * max(of_map.shape) ** 0.5))
         update = torch.cat(scaled)
         if isinstance(mean, DTensor):  # every process has the same update, and keeps its own part
             return distribute_tensor(update, mean.device_mesh, mean.placements, src_data_rank=None)
@@ -86,58 +86,58 @@ class Muon(torch.optim.Optimizer):
 
 
 class ModelOptimizer:
-    """Updates all parameters of a model, each by one of the optimisers `parts`.
+    """Updates all parameters of a model, each by one of the `optimizers`.
 
     Each group of parameters has `ratio`, its share of the learning rate of the run.
     """
 
-    def __init__(self, model: nn.Module, *parts: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         self._model = model
-        self._parts = parts
+        self._optimizers = optimizers
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all parts, as in `torch.optim`."""
-        return [group for part in self._parts for group in part.param_groups]
+        """The groups of all optimisers, as in `torch.optim`."""
+        return [group for each in self._optimizers for group in each.param_groups]
 
     def set_learning_rate(self, rate: float) -> dict[str, float]:
         """Set the learning rates of the next step from the run's rate; return them by their names in metrics.jsonl."""
         for group in self.param_groups:
             group["lr"] = group["ratio"] * rate
-        rates = [part.param_groups[0]["lr"] for part in self._parts]
+        rates = [each.param_groups[0]["lr"] for each in self._optimizers]
         return dict(zip(("learning_rate", "adamw_learning_rate"), rates, strict=False))
 
     def step(self) -> None:
         """Update the parameters from their gradients."""
-        for part in self._parts:
-            part.step()
+        for each in self._optimizers:
+            each.step()
 
     def zero_grad(self) -> None:
         """Reset the gradients."""
-        for part in self._parts:
-            part.zero_grad()
+        for each in self._optimizers:
+            each.zero_grad()
 
     def moments(self) -> dict[str, Tensor]:
         """The running means that it keeps, by name, in the shapes of the parameters; complete after the first step."""
         return {
             f"{moment}.{name}": value
-            for part, name, parameter in self._named()
-            for moment, value in part.state.get(parameter, {}).items()
+            for optimizer, name, parameter in self._named()
+            for moment, value in optimizer.state.get(parameter, {}).items()
             if moment != "step"
         }
 
     def start_at(self, step: int) -> None:
         """Enter the state after `step` steps, with zero moments into which those of a checkpoint can be loaded."""
-        for part, _, parameter in self._named():
-            if isinstance(part, Muon):
-                part.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+        for optimizer, _, parameter in self._named():
+            if isinstance(optimizer, Muon):
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
             else:
                 moments = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
-                part.state[parameter] = {"step": torch.tensor(float(step), device=parameter.device), **moments}
+                optimizer.state[parameter] = {"step": torch.tensor(float(step), device=parameter.device), **moments}
 
     def _named(self) -> Iterator[tuple[torch.optim.Optimizer, str, nn.Parameter]]:
-        """Each parameter with its part and its name in the model."""
-        owners = {p: part for part in self._parts for group in part.param_groups for p in group["params"]}
+        """Each parameter with its optimiser and its name in the model."""
+        owners = {p: each for each in self._optimizers for group in each.param_groups for p in group["params"]}
         for name, parameter in self._model.named_parameters():
             yield owners[parameter], name, parameter
 

@@ -12,7 +12,7 @@ micro-batches differentiates its own mean loss. Local clipping makes each replic
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -29,8 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lineartime.data import Batch
 from lineartime.errors import ArgumentError, LineartimeError, first_line
+from lineartime.machine import autocast
 from lineartime.models.language_model import LanguageModel
 from lineartime.ops.context import context_group
+from lineartime.ops.cross_entropy import IGNORED
 from lineartime.ops.packing import to_device
 from lineartime.training.config import TrainConfig
 
@@ -227,19 +229,20 @@ class Parallel:
 
     All processes must start with the same weights. `objective` is what computes losses. With "ddp", every process holds all
     weights, and gradients are averaged during the backward pass; with "fsdp", every process holds a part of each block's
-    weights, gradients and moments (FSDP2). With local clipping, this process's micro-batches are `groups` equal, consecutive
-    groups, whose gradients are clipped separately and then averaged.
+    weights, gradients and moments (FSDP2). With local clipping, this process's micro-batches are equal, consecutive groups,
+    whose gradients are clipped separately and then averaged.
     """
 
     def __init__(self, objective: Objective, config: TrainConfig, world: World) -> None:
         self._world = world
+        self._bf16 = config.precision == "bf16"
         self._limit = config.clip_norm or float("inf")
         self._locally = config.clips_locally
-        self.groups = config.rows(world.data_rank, world.data_ranks).groups // world.data_ranks if self._locally else 1
+        self._groups = config.rows(world.data_rank, world.data_ranks).groups // world.data_ranks if self._locally else 1
         self.objective: nn.Module = objective
         if world.size > 1 and not self._locally:
             if config.parallel == "fsdp":
-                shard(objective, world, bf16=config.precision == "bf16")
+                shard(objective, world, self._bf16)
             else:
                 if config.compile == "on":
                     # Blocks are compiled one by one, so gradients are exchanged during the backward pass. By default, the
@@ -247,17 +250,50 @@ class Parallel:
                     torch._dynamo.config.optimize_ddp = False
                 self.objective = DistributedDataParallel(objective)  # no device_ids: boundaries of documents stay on the CPU
         self._parameters = list(objective.parameters())
-        self._total: list[Tensor] = []  # the sum of the clipped gradients of this step's groups
 
-    def loss_weight(self, own_targets: int, targets: float) -> float:
-        """The factor of a summed loss in the backward pass, from the targets of this process's group and of the whole step.
+    def gradient(self, batches: Sequence[Batch]) -> tuple[list[Tensor], list[Tensor], float]:
+        """Run both passes of a step, and leave its clipped gradient in the parameters.
 
-        With local clipping, the gradient is that of the group's own mean loss until it is clipped.
+        Return the summed losses of this process's micro-batches, in nats; the norms of its groups' gradients before clipping;
+        and the number of targets of all processes.
         """
-        return self._world.context_parallel / max(1, own_targets) if self._locally else self._world.size / max(1.0, targets)
+        world, device, total = self._world, self._parameters[0].device, list[Tensor]()
+        own_targets = [int((batch.targets != IGNORED).sum()) for batch in batches]
+        # Processes that share a sequence have the same batches.
+        [targets] = world.sum(sum(own_targets) / world.context_parallel)
+        losses: list[Tensor] = []
+        norms: list[Tensor] = []
+        size = len(batches) // self._groups
+        for first in range(0, len(batches), size):
+            weight = world.size / max(1.0, targets)
+            if self._locally:  # until it is clipped, the gradient is that of the group's own mean loss
+                weight = world.context_parallel / max(1, sum(own_targets[first : first + size]))
+            for index in range(first, first + size):
+                with self._accumulate(last=index == len(batches) - 1):
+                    with autocast(device, self._bf16):
+                        loss = self.objective(*part_of(batches[index], world, device))
+                    (loss * weight).backward()
+                losses.append(loss.detach())
+            if self._locally and world.context_group is not None:  # the processes that share sequences clip together
+                _average(self._gradients(), world.context_group, world.context_parallel)
+            norm = nn.utils.clip_grad_norm_(self._parameters, self._limit)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            if self._locally:
+                clipped = self._gradients()
+                if total:
+                    torch._foreach_add_(total, clipped)
+                else:
+                    total = clipped
+                for parameter in self._parameters:
+                    parameter.grad = None
+        if self._locally:
+            _average(total, None, world.size, self._groups)
+            for parameter, gradient in zip(self._parameters, total, strict=True):
+                parameter.grad = gradient
+        return losses, norms, targets
 
     @contextmanager
-    def accumulate(self, last: bool) -> Iterator[None]:
+    def _accumulate(self, last: bool) -> Iterator[None]:
         """Enclose the forward and backward passes of a micro-batch. Gradients are exchanged in the last one of a step."""
         if isinstance(self.objective, FSDPModule):
             self.objective.set_requires_gradient_sync(last)
@@ -268,39 +304,19 @@ class Parallel:
         else:
             yield
 
-    def clip(self) -> Tensor:
-        """Clip the complete gradient of a group; return its norm before clipping."""
-        if self._locally and self._world.context_group is not None:  # the processes that share sequences clip together
-            self._average(self._gradients(), self._world.context_group, self._world.context_parallel)
-        norm = nn.utils.clip_grad_norm_(self._parameters, self._limit)
-        if self._locally:
-            if self._total:
-                torch._foreach_add_(self._total, self._gradients())
-            else:
-                self._total = self._gradients()
-            for parameter in self._parameters:
-                parameter.grad = None
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def finish(self) -> None:
-        """After all groups are clipped, store the mean gradient of all groups and processes in the parameters."""
-        if self._locally:
-            self._average(self._total, None, self._world.size, self.groups)
-            for parameter, gradient in zip(self._parameters, self._total, strict=True):
-                parameter.grad = gradient
-            self._total = []
-
     def _gradients(self) -> list[Tensor]:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
-    def _average(self, gradients: list[Tensor], group: dist.ProcessGroup | None, size: int, groups: int = 1) -> None:
-        waiting = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients] if size > 1 else []
-        for work in waiting:
-            work.wait()
-        torch._foreach_div_(gradients, float(size * groups))
+
+def _average(gradients: list[Tensor], group: dist.ProcessGroup | None, size: int, groups: int = 1) -> None:
+    """Average the gradients over the `size` processes of a group and the groups of micro-batches of each, in place."""
+    waiting = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients] if size > 1 else []
+    for work in waiting:
+        work.wait()
+    torch._foreach_div_(gradients, float(size * groups))
 
 
 def shard(objective: Objective, world: World, bf16: bool) -> None:

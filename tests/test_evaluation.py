@@ -14,11 +14,18 @@ import torch
 import torch.nn.functional as F
 
 import lineartime
-from lineartime.checkpoint import last_checkpoint, read_training_state
+from lineartime.checkpoint import last_checkpoint
 from lineartime.data import ByteTokenizer, JsonTokenizer, TokenStream, load_corpus, token_stream
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.evaluation import Evaluation, difference, evaluate, evaluate_carried, evaluate_windowed, perplexity
-from lineartime.evaluation.perplexity import PositionSums
+from lineartime.evaluation import (
+    Evaluation,
+    PositionSums,
+    difference,
+    evaluate,
+    evaluate_carried,
+    evaluate_windowed,
+    mean_over_rows,
+)
 from lineartime.inspection import inspect
 from lineartime.models import CausalLM
 from lineartime.ops.cross_entropy import IGNORED
@@ -108,7 +115,7 @@ def test_logits_of_all_tokens_are_never_held_at_once(model: CausalLM, monkeypatc
         return [measure(model, stream(50), 8, 8), evaluate_carried(model, stream(50), TOKENIZER, segment=20, bf16=False)]
 
     whole, at_once, logits = results(), [], type(model).logits
-    monkeypatch.setattr("lineartime.evaluation.perplexity._LOGITS", 5 * TOKENIZER.vocab_size)
+    monkeypatch.setattr("lineartime.evaluation._LOGITS", 5 * TOKENIZER.vocab_size)
     monkeypatch.setattr(type(model), "logits", lambda self, hidden: at_once.append(len(hidden)) or logits(self, hidden))
     for result, expected in zip(results(), whole, strict=True):
         assert result.loss == pytest.approx(expected.loss, rel=1e-6)
@@ -161,14 +168,14 @@ def test_every_token_of_a_framed_text_may_be_masked(tiny: Tiny, stride: int, mon
     words = {**{f"w{place}": place for place in range(256)}, "[MASK]": 256, "</s>": 257, "[CLS]": 258, "[SEP]": 259}
     framed = JsonTokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).to_str(), "words")
     model = tiny("flash", "mlm", vocab_size=260).eval()
-    whole = perplexity.evaluation_batch
+    whole = lineartime.evaluation.evaluation_batch
 
     def all_masked(task: Any, windows: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         batch = whole(task, windows, *arguments, **options)
         assert batch.inputs.shape[1] == windows.shape[1] + 1 <= 50
         return batch._replace(targets=torch.where(batch.inputs < 258, 1, IGNORED))
 
-    monkeypatch.setattr(perplexity, "evaluation_batch", all_masked)
+    monkeypatch.setattr("lineartime.evaluation.evaluation_batch", all_masked)
     source = stream(2000)
     found = evaluate_windowed(model, source, framed, context_length=50, stride=stride, batch_size=4, bf16=False)
     assert found.tokens == 2000
@@ -226,7 +233,7 @@ def test_means_and_errors_are_those_of_the_counted_tokens() -> None:
     sums = PositionSums()
     add(sums, losses[:2], counted[:2])
     add(sums, losses[2:], counted[2:])
-    mean = sums.mean()
+    mean = mean_over_rows(sums.samples())
     assert mean is not None
     rows = [losses[i][counted[i]].tolist() for i in (0, 1, 2, 4)]
     assert mean.tokens == sum(map(len, rows)) == 21
@@ -255,12 +262,12 @@ def test_longest_row_of_a_power_of_two_joins_its_last_place_whatever_the_window(
 def test_one_row_has_no_error_and_nothing_counted_has_no_mean() -> None:
     sums = PositionSums()
     add(sums, torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
-    assert sums.mean() is None
+    assert mean_over_rows(sums.samples()) is None
     assert list(sums.by_position()) == []
     add(sums, torch.full((1, 300), 1.1, dtype=torch.float64))
-    assert sums.mean() == (pytest.approx(1.1), None, 300)
+    assert mean_over_rows(sums.samples()) == (pytest.approx(1.1), None, 300)
     add(sums, torch.full((1, 3), 1.1, dtype=torch.float64))  # beside the first row, nothing
-    assert sums.mean() == (pytest.approx(1.1), None, 303)
+    assert mean_over_rows(sums.samples()) == (pytest.approx(1.1), None, 303)
 
 
 TOKENS = torch.tensor([8.0, 8.0, 8.0, 3.0], dtype=torch.float64)
@@ -300,52 +307,40 @@ def test_evaluations_of_other_tokens_are_not_compared() -> None:
             difference(first, second)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run on `text.txt` beside it, with a cache."""
-    folder = tmp_path_factory.mktemp("evaluate")
-    (folder / "text.txt").write_text("".join(f"the square of {i} is {i * i}, and so on.\n" for i in range(300)))
-    options: dict[str, Any] = {"data": folder / "text.txt", "cache": folder / "cache", "out": folder / "run"}
-    size = {"d_model": 16, "n_blocks": 1, "d_qk": 8, "chunk_size": 8}
-    lineartime.train(
-        TrainConfig(override=size, context_length=24, batch_size=2, steps=2, eval_windows=2, precision="fp32", **options)  # type: ignore[arg-type]
-    )
-    return folder / "run"
-
-
-def test_run_is_measured_on_its_own_text_as_by_hand(run: Path) -> None:
-    model = lineartime.load(run)
+def test_run_is_measured_on_its_own_text_as_by_hand(whole: Path) -> None:
+    model = lineartime.load(whole)
     assert isinstance(model, CausalLM)
-    cache = run.parent / "cache"
-    stream = token_stream(load_corpus(run.parent / "text.txt"), "test", TOKENIZER, cache)
+    cache = whole.parent / "cache"
+    stream = token_stream(load_corpus(whole.parent / "text.txt"), "test", TOKENIZER, cache)
     by_windows = evaluate_windowed(model, stream, TOKENIZER, context_length=24, stride=24, batch_size=8, bf16=False)
-    assert evaluate(str(run), cache=str(cache), precision="fp32") == by_windows
-    assert evaluate(run, checkpoint="last", cache=cache).checkpoint == last_checkpoint(run)
+    assert evaluate(str(whole), cache=str(cache), precision="fp32") == by_windows
+    assert evaluate(whole, checkpoint="last", cache=cache).checkpoint == last_checkpoint(whole)
     assert by_windows.text == stream.name
     in_one = evaluate_carried(model, stream, TOKENIZER, segment=24, bf16=False, max_tokens=100)
-    assert evaluate(run, context="carried", max_tokens=100, cache=cache, precision="fp32").loss == pytest.approx(in_one.loss)
-    each = evaluate(run, context="documents", max_tokens=100, cache=cache, precision="fp32")  # there is only one
+    assert evaluate(whole, context="carried", max_tokens=100, cache=cache, precision="fp32").loss == pytest.approx(in_one.loss)
+    each = evaluate(whole, context="documents", max_tokens=100, cache=cache, precision="fp32")  # there is only one
     assert each.loss == pytest.approx(in_one.loss)
     assert each.context == "documents, each from its first token to the last, 24 tokens read at a time"
 
 
-def test_text_that_has_changed_since_training_is_told(run: Path, tmp_path: Path) -> None:
+def test_text_that_has_changed_since_training_is_told(config: Callable[..., TrainConfig], text: Path) -> None:
+    run = lineartime.train(config(steps=1)).run
+
     def told() -> list[str]:
         said: list[str] = []
-        evaluate(run, say=said.append, cache=tmp_path / "cache")
+        evaluate(run, say=said.append, cache=run.parent / "cache")
         return [line for line in said if line.startswith("The held-out text has changed since the model was trained.")]
 
     assert told() == []
-    file = Path(read_training_state(last_checkpoint(run)).config["data"])
-    before = file.read_text()
-    file.write_text("another beginning\n" * 50 + before)
+    before = text.read_text()
+    text.write_text("another beginning\n" * 50 + before)
     assert len(told()) == 1
-    file.write_text(before)
+    text.write_text(before)
     assert told() == []
 
 
 def test_part_of_a_split_is_measured_without_encoding_another(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded = []
 
@@ -353,40 +348,40 @@ def test_part_of_a_split_is_measured_without_encoding_another(
         encoded.append(split)
         return token_stream(corpus, split, *arguments)
 
-    monkeypatch.setattr("lineartime.evaluation.corpus.token_stream", recording)
-    evaluate(run, max_tokens=50, say=lambda _: None, cache=tmp_path)
+    monkeypatch.setattr("lineartime.evaluation.token_stream", recording)
+    evaluate(whole, max_tokens=50, say=lambda _: None, cache=tmp_path)
     assert encoded == ["test"]
 
 
-def test_logits_that_are_not_finite_are_no_loss(run: Path) -> None:
-    model = lineartime.load(run)
+def test_logits_that_are_not_finite_are_no_loss(whole: Path) -> None:
+    model = lineartime.load(whole)
     with torch.no_grad():
         model.backbone.embedding.weight.fill_(1e30)
-    given: dict[str, Any] = {"tokenizer": TOKENIZER, "context_length": 24, "cache": run.parent / "cache", "precision": "fp32"}
+    given: dict[str, Any] = {"tokenizer": TOKENIZER, "context_length": 24, "cache": whole.parent / "cache", "precision": "fp32"}
     for context in ("windowed", "carried", "documents"):
         with pytest.raises(LineartimeError, match="The logits of the model are not finite"):
-            evaluate(model, run.parent / "text.txt", context=context, **given)
+            evaluate(model, whole.parent / "text.txt", context=context, **given)
     with pytest.raises(LineartimeError, match="The logits of the model are not finite"):
         inspect(model, TOKENIZER, "the square")
 
 
-def test_model_that_was_changed_and_saved_is_measured_as_it_was_in_memory(run: Path, tmp_path: Path) -> None:
-    model = lineartime.load(run)
+def test_model_that_was_changed_and_saved_is_measured_as_it_was_in_memory(whole: Path, tmp_path: Path) -> None:
+    model = lineartime.load(whole)
     with torch.no_grad():
         model.backbone.embedding.weight.mul_(0.5)
-    given: dict[str, Any] = {"context_length": 24, "cache": run.parent / "cache", "precision": "fp32", "split": "validation"}
-    in_memory = evaluate(model, run.parent / "text.txt", tokenizer=TOKENIZER, **given)
+    given: dict[str, Any] = {"context_length": 24, "cache": whole.parent / "cache", "precision": "fp32", "split": "validation"}
+    in_memory = evaluate(model, whole.parent / "text.txt", tokenizer=TOKENIZER, **given)
     saved = lineartime.save(model, TOKENIZER, tmp_path / "changed")
-    assert evaluate(saved, run.parent / "text.txt", **given) == in_memory != evaluate(run, **given)
+    assert evaluate(saved, whole.parent / "text.txt", **given) == in_memory != evaluate(whole, **given)
     missing = "is missing, but .*changed has no training.json, which records what the model was trained on: give "
     with pytest.raises(ArgumentError, match=f"data {missing}`data` and `context_length`"):
         evaluate(saved)
     with pytest.raises(ArgumentError, match=f"context_length {missing}`context_length`"):
-        evaluate(saved, run.parent / "text.txt")
+        evaluate(saved, whole.parent / "text.txt")
 
 
-def test_model_or_option_that_cannot_be_measured_is_named(run: Path) -> None:
-    model, text = lineartime.load(run), run.parent / "text.txt"
+def test_model_or_option_that_cannot_be_measured_is_named(whole: Path) -> None:
+    model, text = lineartime.load(whole), whole.parent / "text.txt"
     size = {"d_model": 16, "n_blocks": 1, "d_qk": 8}
     masked = lineartime.build("flash-tiny", "mlm", **size)
     prefix = lineartime.build("flash-tiny", "prefix-lm", **size).eval()
@@ -402,25 +397,25 @@ def test_model_or_option_that_cannot_be_measured_is_named(run: Path) -> None:
         (lineartime.build("flash-tiny", dropout=0.5, **size), by_hand, "model is in training mode, in which dropout"),
         (masked, {**by_hand, "context": "carried"}, "context is carried, which needs a causal"),
         (prefix, {**by_hand, "context": "carried"}, "context is carried, but this model was trained to read a prefix"),
-        (run, {"context": "carried", "stride": 2}, "stride is for windows, but carried context has none"),
-        (run, {"split": "testing"}, "split is 'testing', but must be one of 'train'"),
-        (run, {"batch_size": 0}, "batch_size is 0, but must be at least 1"),
-        (run, {"data": ""}, "data is empty: give a text, or leave it out"),
-        (run, {"data": [3]}, r"data\[0\] is 3, but must be a text or a path"),
+        (whole, {"context": "carried", "stride": 2}, "stride is for windows, but carried context has none"),
+        (whole, {"split": "testing"}, "split is 'testing', but must be one of 'train'"),
+        (whole, {"batch_size": 0}, "batch_size is 0, but must be at least 1"),
+        (whole, {"data": ""}, "data is empty: give a text, or leave it out"),
+        (whole, {"data": [3]}, r"data\[0\] is 3, but must be a text or a path"),
         (3, {}, "model is of type int, but must be a language model"),
     ]
     for found, options, message in wrong:
         with pytest.raises(ArgumentError, match=message):
-            evaluate(found, cache=run.parent / "cache", **options)
+            evaluate(found, cache=whole.parent / "cache", **options)
     with pytest.raises(LineartimeError, match="does not exist: give the folder of a run"):
         evaluate("x" * 300)
 
 
-def test_documents_are_kept_apart_only_if_asked_for_or_trained_so(run: Path, tmp_path: Path) -> None:
+def test_documents_are_kept_apart_only_if_asked_for_or_trained_so(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "the square of {i} is {i * i}."}}\n' for i in range(40)))
     given: dict[str, Any] = {"data": tmp_path / "text.jsonl", "cache": tmp_path / "cache", "precision": "fp32", "split": "all"}
-    together, apart = (evaluate(run, packed=packed, **given).loss for packed in (None, True))
-    assert together == evaluate(run, packed=False, **given).loss
+    together, apart = (evaluate(whole, packed=packed, **given).loss for packed in (None, True))
+    assert together == evaluate(whole, packed=False, **given).loss
     assert together != apart
     with pytest.raises(ArgumentError, match="packed is for windows, but carried context reads all documents as one sequence"):
-        evaluate(run, packed=True, context="carried", **given)
+        evaluate(whole, packed=True, context="carried", **given)
