@@ -1,6 +1,7 @@
 """Commands that convert, export, fill, inspect, fine-tune and reproduce: what they print, and what they refuse."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import lineartime
 from lineartime.cli import main
 from lineartime.data.tokenizers import ByteTokenizer
 from lineartime.experiments import command
+from lineartime.experiments.catalogue import EXPERIMENTS
 from lineartime.experiments.config import ReproduceConfig
 
 from .conftest import Fails
@@ -135,7 +137,7 @@ def test_a_model_is_tuned_and_asked_and_mistakes_are_named(
         (["reproduce", "memory", "--tuning", "3"], "--tuning is 3.0, which memory does not have: leave it out"),
         (["reproduce", "lm", "--systems", "flash-quat"], r"--systems has 'flash-quat'.*\(did you mean flash-quad"),
         (["reproduce", "lm", "--books", "/none"], "--books is /none, which is neither a file or folder"),
-        (["reproduce", "--list", "--books", "/none"], "--books is /none, which is neither a file or folder"),
+        (["reproduce"], "name is missing: give an experiment, lm, next-ablation"),
         (["reproduce", "lm", "--report"], "has no runs of lm at the scale cpu: run it first"),
     ],
 )
@@ -154,3 +156,10 @@ def test_interrupt_of_reproduce_says_how_to_resume(monkeypatch: pytest.MonkeyPat
     assert main(["reproduce", "lm", "--books", "a b.txt", "c.txt", "--out", "x"]) == 130
     assert capsys.readouterr().err.strip() == "resume by: lineartime reproduce lm --books 'a b.txt' c.txt --out x"
     assert asked == [ReproduceConfig("lm", books=("a b.txt", "c.txt"), out=Path("x"))]
+
+
+def test_help_of_reproduce_names_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["reproduce", "--help"])
+    named = re.split(r"[\s,.]+", capsys.readouterr().out)
+    assert set(EXPERIMENTS) <= set(named)

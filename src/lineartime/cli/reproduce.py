@@ -14,7 +14,6 @@ class ReproduceOptions(ReproduceConfig):
     """The options of `lineartime reproduce`."""
 
     name: tyro.conf.Positional[str] = ReproduceConfig.name
-    list: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.list
     report: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.report
 
     def __post_init__(self) -> None:
