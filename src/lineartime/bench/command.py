@@ -15,11 +15,9 @@ from lineartime.bench.config import RESULTS_FILE, STREAMED, BenchConfig, Dtype, 
 from lineartime.bench.measure import (
     Case,
     Subject,
-    flops_per_token,
     forget,
     interleaved,
     median_and_spread,
-    peak_flops,
     prepare,
     release,
     repetitions,
@@ -69,12 +67,10 @@ class Entry:
     first_seconds: float | None = None  # of the very first step, which compiles
     peak_bytes: int | None = None  # the most memory that a step holds above the weights, including gradients; on a GPU
     state_bytes: int | None = None  # of the state of a stream, for decode
-    flops_per_token: float | None = None  # of the model, for train including the backward pass; None for decode
     median_seconds: float | None = None
     spread_seconds: float | None = None  # the interquartile range
     tokens_per_second: float | None = None  # of all sequences together
     ratio_to_first: float | None = None  # to the first subject of the case: the median over the rounds
-    use_of_peak: float | None = None  # the FLOP/s of the model as a share of the peak of matrix products
     compile_seconds: float | None = None  # by how much the first step of a compiled model exceeds the median
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,15 +78,12 @@ class Entry:
         of_case = {**asdict(self.case), "tokens": self.case.tokens, "subject": self.subject.name, "mode": self.subject.mode}
         return of_case | {name: value for name, value in vars(self).items() if name not in ("case", "subject")}
 
-    def complete(self, first: "Entry", peak: float | None) -> None:
-        """Add what follows from the seconds, from those of the first entry of the case, and from the peak."""
+    def complete(self, first: "Entry") -> None:
+        """Add what follows from the seconds, and from those of the first entry of the case."""
         self.median_seconds, self.spread_seconds = median_and_spread(self.seconds)
         self.tokens_per_second = self.case.tokens / self.median_seconds
-        self.flops_per_token = flops_per_token(self.subject, self.case)
         if first.seconds:
             self.ratio_to_first = statistics.median(a / b for a, b in zip(self.seconds, first.seconds, strict=False))
-        if self.flops_per_token is not None and peak:
-            self.use_of_peak = self.flops_per_token * self.tokens_per_second / peak
         if self.subject.mode != "eager" and self.first_seconds is not None:
             self.compile_seconds = max(0.0, self.first_seconds - self.median_seconds)
 
@@ -104,7 +97,6 @@ class Benchmark:
         self.entries = entries  # case by case
         self.precision = precision  # which precision "auto" chose, and why; empty without "auto"
         self.process = this_process()
-        self.peaks: dict[str, float] = {}  # of matrix products, in FLOP/s, by precision
 
     @property
     def finished(self) -> list[Entry]:
@@ -116,13 +108,11 @@ class Benchmark:
         finished = self.finished
         for found in finished:
             if found.seconds:
-                first = next(other for other in finished if other.case == found.case)
-                found.complete(first, self.peaks.get(found.case.dtype))
+                found.complete(next(other for other in finished if other.case == found.case))
         content = {
             "options": self.options.to_dict(),
             "precision": self.precision,
             "process": asdict(self.process),
-            "peak_flops": self.peaks,
             "subjects": {found.subject.name: found.subject.config.to_dict() for found in finished},
             "entries": [found.to_dict() for found in finished],
         }
@@ -205,12 +195,10 @@ def _model_config(item: str, options: BenchConfig) -> ModelConfig:
 
 
 def _measure(benchmark: Benchmark, folder: Path) -> None:
-    """Measure the peaks, then every case."""
+    """Measure every case."""
     device, cases = benchmark.device, dict.fromkeys(found.case for found in benchmark.entries)
     if "compiled" in benchmark.options.modes:
         torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))  # the first compilation has a fixed cost
-    for dtype in dict.fromkeys(case.dtype for case in cases):
-        benchmark.peaks[dtype] = peak_flops(device, dtype)
     for case in cases:
         _take_turns(benchmark.options, [found for found in benchmark.entries if found.case == case], device)
         benchmark.save(folder)
@@ -252,7 +240,6 @@ def report(benchmark: Benchmark) -> str:
     """The tables, one for each measure and precision, with what one has to know to read them."""
     facts = [f"machine: {benchmark.process}", f"started: {benchmark.process.time}"]
     facts += [f"precision: {benchmark.precision}"] if benchmark.precision else []
-    facts += [f"peak of matrix products in {dtype}: {peak / 1e9:,.1f} GFLOP/s" for dtype, peak in benchmark.peaks.items()]
     tables: dict[str, list[dict[str, str]]] = {}
     for found in benchmark.finished:
         row = {
@@ -263,7 +250,6 @@ def report(benchmark: Benchmark) -> str:
             "spread": cell(found.spread_seconds, three_digits, 1e3),
             "tokens/s": cell(found.tokens_per_second, three_digits),
             "x first": cell(found.ratio_to_first, ".2f"),
-            "MFU": cell(found.use_of_peak, ".1%"),
             "peak": cell(found.peak_bytes, size),
             "state": cell(found.state_bytes, size),
             "compile": cell(found.compile_seconds, ".1f", unit=" s"),

@@ -41,9 +41,7 @@ COMMANDS = {
     "runs": "Compare runs on the same text: a table with the best run first, and a plot of losses by step, tokens and time.",
     "tokenize": "Train a tokenizer on the training split of a text; `lineartime train --tokenizer` takes the file.",
     "presets": "List the models that can be built by name, and what they cost.",
-    "bench": (
-        "Measure what models cost: time, tokens/s, memory and hardware utilisation; writes JSON, a table and plots to --out."
-    ),
+    "bench": "Measure what models cost: time, tokens/s and memory; writes JSON, a table and plots to --out.",
     "reproduce": (
         "Train the models that an experiment of the paper compares, one process per run, and show results beside the paper's."
     ),
