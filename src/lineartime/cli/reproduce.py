@@ -14,7 +14,6 @@ class ReproduceOptions(ReproduceConfig):
     """The options of `lineartime reproduce`."""
 
     name: tyro.conf.Positional[str] = ReproduceConfig.name
-    report: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.report
 
     def __post_init__(self) -> None:
         """Leave the checks to `ReproduceConfig`: tyro would show its errors as those of the parser."""
