@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class EvalOptions:
     """The options of `lineartime eval`."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: tuple[Path, ...]
     """Folder of a run, or of one checkpoint; several are compared with the first one, window by window."""
     checkpoint: Checkpoint = None
     split: Split = "test"

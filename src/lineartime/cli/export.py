@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from lineartime.cli.options import Checkpoint
 from lineartime.errors import ArgumentError
@@ -14,9 +12,9 @@ from lineartime.errors import ArgumentError
 class ExportOptions:
     """The options of `lineartime export`."""
 
-    run: tyro.conf.Positional[Path]
+    run: Path
     """Folder of a run, or of one checkpoint."""
-    file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
+    file: Path
     """File to write, ending in .pt2, or .onnx for ONNX."""
     part: Literal["step", "text"] = "step"
     """step: the next token of streams of a causal model, with the state as input and output; text: a whole text at once."""

@@ -5,8 +5,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from lineartime.cli.options import Checkpoint, Device
 from lineartime.screen import new_table, output_console
 
@@ -15,7 +13,7 @@ from lineartime.screen import new_table, output_console
 class FillOptions:
     """The options of `lineartime fill`."""
 
-    run: tyro.conf.Positional[Path]
+    run: Path
     """Folder of a run, or of one checkpoint."""
     text: str
     """Text with one or more [MASK], each of which replaces one token (with bytes, one byte)."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import tyro
-
 from lineartime.cli.options import Checkpoint, Device, Threads, read_text
 from lineartime.files import check_new
 from lineartime.screen import SCREEN
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 class GenerateOptions:
     """The options of `lineartime generate`."""
 
-    run: tyro.conf.Positional[Path]
+    run: Path
     """Folder of a run, or of one checkpoint."""
     checkpoint: Checkpoint = None
     prompt: str = ""

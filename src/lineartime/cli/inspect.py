@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from lineartime.cli.options import Checkpoint, Device, read_text
 from lineartime.errors import ArgumentError
 
@@ -13,7 +11,7 @@ from lineartime.errors import ArgumentError
 class InspectOptions:
     """The options of `lineartime inspect`."""
 
-    run: tyro.conf.Positional[Path]
+    run: Path
     """Folder of a run, or of one checkpoint."""
     text: str = ""
     """Text to read."""
