@@ -4,7 +4,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from lineartime.bench.config import RESULTS_FILE, STREAMED, BenchConfig, Dtype, 
 from lineartime.bench.measure import (
     Case,
     Subject,
-    forget,
     interleaved,
     median_and_spread,
     prepare,
@@ -42,7 +41,7 @@ from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import build_model
 from lineartime.models.systems import resolve
 from lineartime.plots import Panel, curves_of, draw_panels, looks_of, save_figure
-from lineartime.runs.record import locked, this_process
+from lineartime.runs.record import Process, locked, this_process
 from lineartime.screen import SCREEN, print_markdown
 from lineartime.training.config import TrainConfig
 from lineartime.units import cell, column_table, size, three_digits
@@ -88,15 +87,15 @@ class Entry:
             self.compile_seconds = max(0.0, self.first_seconds - self.median_seconds)
 
 
+@dataclass
 class Benchmark:
     """What is measured, cases with the subjects that take turns in each, and the results so far."""
 
-    def __init__(self, options: BenchConfig, device: torch.device, entries: Sequence[Entry], precision: str = "") -> None:
-        self.options = options
-        self.device = device
-        self.entries = entries  # case by case
-        self.precision = precision  # which precision "auto" chose, and why; empty without "auto"
-        self.process = this_process()
+    options: BenchConfig
+    device: torch.device
+    entries: Sequence[Entry]  # case by case
+    precision: str = ""  # which precision "auto" chose, and why; empty without "auto"
+    process: Process = field(default_factory=this_process)
 
     @property
     def finished(self) -> list[Entry]:
@@ -226,7 +225,8 @@ def _take_turns(config: BenchConfig, entries: Sequence[Entry], device: torch.dev
         else:
             entries[place].seconds += (seconds,)
     steps.clear()
-    forget(device)
+    torch.compiler.reset()  # which frees compiled code
+    release(device)
 
 
 def _failed(found: Entry, error: Exception, device: torch.device) -> None:

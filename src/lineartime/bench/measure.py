@@ -135,12 +135,6 @@ def release(device: torch.device) -> None:
         torch.mps.empty_cache()
 
 
-def forget(device: torch.device) -> None:
-    """Free everything that the subjects of a case left behind, including compiled code."""
-    torch.compiler.reset()
-    release(device)
-
-
 @dataclass(frozen=True)
 class Case:
     """One case to measure: `length` is the context length, or the position for decode; `batch` counts sequences or streams."""
