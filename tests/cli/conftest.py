@@ -16,6 +16,7 @@ TINY = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--c
 
 Start = Callable[..., "subprocess.Popen[str]"]
 Fails = Callable[..., None]
+Prints = Callable[..., str]
 
 
 def small(folder: Path) -> list[str]:
@@ -65,6 +66,18 @@ def start() -> Start:
         )
 
     return start
+
+
+@pytest.fixture
+def prints(capsys: pytest.CaptureFixture[str]) -> Prints:
+    """`prints("eval", run)`: the standard output of a command that ends well."""
+
+    def prints(*arguments: object) -> str:
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    return prints
 
 
 @pytest.fixture
