@@ -3,8 +3,8 @@
 import io
 import json
 import re
-import select
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from lineartime.layers.dense import Dense
 from lineartime.models import decoder
 from lineartime.native import native_functions
 
-from .conftest import Fails, Prints, Start
+from .conftest import COMMAND, Fails, Fork, Prints
 
 
 @pytest.fixture
@@ -117,20 +117,18 @@ def test_a_stop_text_ends_the_text_and_is_not_shown(folder: Path, generated: Pri
 
 
 @pytest.mark.slow
-def test_text_appears_as_it_is_produced(folder: Path, start: Start) -> None:
+def test_text_appears_as_it_is_produced(folder: Path, fork: Fork) -> None:
     for seed in range(10):  # a text may end its document before it can be interrupted, which is no fault
-        process = start("generate", str(folder / "run"), "--max-tokens", "1000000", "--seed", str(seed))
-        assert process.stdout is not None
-        try:
-            assert select.select([process.stdout], [], [], 120)[0]  # long before the millionth token
-            process.send_signal(signal.SIGINT)
-            _, shown = process.communicate(timeout=60)
-        finally:
-            process.kill()
-        if process.returncode != 0:
+        process = fork(COMMAND.format(["generate", str(folder / "run"), "--max-tokens", "1000000", "--seed", str(seed)]))
+        deadline = time.monotonic() + 120  # long before the millionth token
+        while not process.output.partition("fp32\n")[2]:  # the note on how it is computed
+            assert time.monotonic() < deadline, process.output
+            time.sleep(0.02)
+        process.send(signal.SIGINT)
+        if (status := process.wait(60)) != 0:
             break
-    assert process.returncode == 130
-    assert "Traceback" not in shown
+    assert status == 130, process.output
+    assert "Traceback" not in process.output
 
 
 def test_a_saved_state_is_continued_as_the_whole_text_is(

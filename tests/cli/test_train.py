@@ -5,7 +5,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from lineartime.cli.train import read_options, to_toml
 from lineartime.errors import LineartimeError
 from lineartime.training.config import TrainConfig
 
-from .conftest import Fails, Prints
+from .conftest import COMMAND, Fails, Fork, Prints
 
 OPTIONS = TrainConfig(preset="gau-tiny", context_length=24, learning_rate=0.002, override=("d_model=16", "n_blocks=1"))
 TEXTS = {
@@ -78,12 +77,6 @@ def test_printed_options_are_read_back(tmp_path: Path) -> None:
     options = {**TrainConfig(preset="gau-tiny", data=('é "x".txt', "b"), override=("d_model=8",), out=Path("runs/ü")).to_dict()}
     (tmp_path / "run.toml").write_text(to_toml(options))
     assert TrainConfig(**read_options(tmp_path / "run.toml")).to_dict() == options
-
-
-Fork = Callable[[str], Any]
-
-# A process that runs the command line with the arguments.
-COMMAND = "import sys; from lineartime.cli import main; sys.exit(main({!r}))"
 
 
 def test_all_commands_name_a_mistake_in_the_data_in_the_same_words(folder: Path, tmp_path: Path, fails: Fails) -> None:
