@@ -1,5 +1,7 @@
 """One call of `reproduce`, from its options to its files."""
 
+from functools import partial
+
 from lineartime.data import load_corpus, missing_split
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig
@@ -23,17 +25,17 @@ def reproduce(config: ReproduceConfig) -> None:
         check_texts(config)
     plan = make_plan(config if config.report else with_device(config))
     problems: list[str] = []
-    interrupted = False
+    interrupted, say = False, partial(print, file=SCREEN, flush=True)
     try:
         if not config.report:
             for note in text_notes(plan):
-                _say(note)
-            problems = run_all(plan, _say)
+                say(note)
+            problems = run_all(plan, say)
     except KeyboardInterrupt:
         interrupted = True
     file, report = write_report(plan)
     if report["missing"]:
-        _say(f"{len(report['missing'])} runs are missing in the report.")
+        say(f"{len(report['missing'])} runs are missing in the report.")
     print(f"report: {file}")
     if interrupted:
         raise KeyboardInterrupt
@@ -57,7 +59,3 @@ def text_notes(plan: Plan) -> list[str]:
     """A line for each kind of text that the selected runs read."""
     read = {setting.text: each[0].options for setting, each in plan.selected.items() if each and not setting.task}
     return [f"text of {text}: {', '.join(texts_of(options))}" for text, options in read.items()]
-
-
-def _say(line: str) -> None:
-    print(line, file=SCREEN, flush=True)
