@@ -1,15 +1,12 @@
 """One call of `reproduce`, from its options to its files."""
 
-from functools import partial
-
 from lineartime.data import load_corpus, missing_split
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.experiments.config import TEXT_OPTIONS, ReproduceConfig
 from lineartime.experiments.plan import Plan, make_plan, with_device, with_saved_options
 from lineartime.experiments.report import write_report
-from lineartime.experiments.runner import run_all
+from lineartime.experiments.runner import run_all, say
 from lineartime.runs.record import texts_of
-from lineartime.screen import SCREEN
 
 
 def reproduce(config: ReproduceConfig) -> None:
@@ -25,12 +22,12 @@ def reproduce(config: ReproduceConfig) -> None:
         check_texts(config)
     plan = make_plan(config if config.report else with_device(config))
     problems: list[str] = []
-    interrupted, say = False, partial(print, file=SCREEN, flush=True)
+    interrupted = False
     try:
         if not config.report:
             for note in text_notes(plan):
                 say(note)
-            problems = run_all(plan, say)
+            problems = run_all(plan)
     except KeyboardInterrupt:
         interrupted = True
     file, report = write_report(plan)
