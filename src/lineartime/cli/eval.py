@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from lineartime.choices import Context, Precision, RawIds, Split
-from lineartime.cli.options import Checkpoint, Device, Threads
+from lineartime.cli.options import Checkpoint, Device, Json, Threads
 from lineartime.errors import ArgumentError
 from lineartime.screen import SCREEN, new_table, output_console
 from lineartime.units import NOT_THERE, cell
@@ -60,8 +60,7 @@ class EvalOptions:
     threads: Threads = None
     cache: Path | None = None
     """Cache folder for encoded text; the default is lineartime in the user's cache folder."""
-    json: bool = False
-    """Print the result as one line of JSON."""
+    json: Json = False
 
 
 def run(options: EvalOptions) -> None:

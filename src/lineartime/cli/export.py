@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lineartime.cli.options import Checkpoint
+from lineartime.cli.options import Checkpoint, Run
 from lineartime.errors import ArgumentError
 
 
@@ -12,8 +12,7 @@ from lineartime.errors import ArgumentError
 class ExportOptions:
     """The options of `lineartime export`."""
 
-    run: Path
-    """Folder of a run, or of one checkpoint."""
+    run: Run
     file: Path
     """File to write, ending in .pt2, or .onnx for ONNX."""
     part: Literal["step", "text"] = "step"
