@@ -113,22 +113,6 @@ def test_a_model_is_tuned_and_asked_and_mistakes_are_named(
     fails([*other, "--lora-rank", "-1"], "--lora-rank is -1, but must be at least 0")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["reproduce", "positons"], r"name has 'positons', which is not an experiment here \(did you mean positions\?\)"),
-        (["reproduce", "lm", "--rates", "0.001"], "--rates is 0.001, but each optimiser has its own: give one in `optimizers`"),
-        (["reproduce", "memory", "--tuning", "3"], "--tuning is 3.0, which memory does not have: leave it out"),
-        (["reproduce", "lm", "--systems", "flash-quat"], r"--systems has 'flash-quat'.*\(did you mean flash-quad"),
-        (["reproduce", "lm", "--books", "/none"], "--books is /none, which is neither a file or folder"),
-        (["reproduce"], "name is missing: give an experiment, lm, next-ablation"),
-        (["reproduce", "lm", "--report"], "has no runs of lm at the scale cpu: run it first"),
-    ],
-)
-def test_reproduce_names_wrong_input_with_the_flag(arguments: list[str], message: str, fails: Fails) -> None:
-    fails(arguments, message)
-
-
 def test_interrupt_of_reproduce_says_how_to_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[ReproduceConfig] = []
 
