@@ -173,7 +173,7 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
     "all source": 30630,
-    "all tests": 22410,
+    "all tests": 22400,
     "baselines": 3600,
     "bench": 640,
     "checkpoint": 560,
