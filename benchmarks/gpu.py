@@ -20,6 +20,7 @@ TRITON_INTERPRET=1.
 # mypy: disable-error-code="import-untyped, import-not-found"
 
 import argparse
+import math
 import re
 import subprocess
 import sys
@@ -49,8 +50,6 @@ from lineartime.bench.config import Mode
 from lineartime.bench.measure import (
     Case,
     Subject,
-    flops_per_token,
-    peak_flops,
     prepare,
     release,
     separate_compilations,
@@ -61,6 +60,7 @@ from lineartime.generation.decoding import Sampling, continuing, drawing
 from lineartime.generation.prompts import prefill_batch
 from lineartime.layers import FLASH, set_backend
 from lineartime.models import CausalLM
+from lineartime.models.cost import cost
 from lineartime.models.systems import resolve
 from lineartime.ops import MixedChunkOptions, Scales, attend, describe
 from lineartime.ops.backends import Backend
@@ -70,6 +70,8 @@ from lineartime.ops.triton import kernels
 LENGTHS = {1024: "1K", 8192: "8K", 65536: "64K"}
 TOKENS = 65536
 """In a batch."""
+PRODUCTS = ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 1024, 4096), (8192, 4096, 16384))
+"""Sizes m, n, k of products of [m, k] and [k, n]: square ones, and shapes that occur in models."""
 SOFTMAX = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """What Transformer++ attends by: the first that can run. Names of its kernels say which did."""
 EXACT = "exact"
@@ -124,8 +126,11 @@ class Run:
 
     @property
     def peak(self) -> float:
-        """FLOP/s of matrix products in bf16, measured once."""
-        self._peak = self._peak or peak_flops(self.device, "bf16")
+        """FLOP/s of the fastest of several matrix products in bf16, measured once."""
+        for m, n, k in () if self._peak else PRODUCTS:
+            a, b = (torch.randn(shape, dtype=torch.bfloat16, device=self.device) for shape in ((m, k), (k, n)))
+            seconds = self.seconds(partial(torch.mm, a, b))
+            self._peak = max(self._peak, 2 * m * n * k / (seconds or math.inf))
         return self._peak
 
     # Exactness --------------------------------------------------------------------------------------------------------
@@ -250,8 +255,11 @@ class Run:
 
     def _share_of_peak(self, subject: Subject, case: Case, tokens_per_second: float) -> dict[str, Any]:
         """The model's operations as a share of the peak of matrix products."""
-        own = 3 * subject.forward_flops(case.length) if isinstance(subject, Peer) else flops_per_token(subject, case)
-        share = (own or 0.0) * tokens_per_second / self.peak
+        if isinstance(subject, Peer):
+            forward = subject.forward_flops(case.length)
+        else:
+            forward = cost(subject.config, case.length).flops_per_token
+        share = 3 * forward * tokens_per_second / self.peak
         if not self.small and str(subject) == "flash-base compiled":
             self.report.reach(f"share {case.length}", share)
         return {"share_of_peak": f"{share:.1%}", "peak_tflops": round(self.peak / 1e12, 1)}

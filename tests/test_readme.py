@@ -9,7 +9,7 @@ import pytest
 from tests.peers.packages import PACKAGES
 
 import lineartime
-from lineartime.cli import COMMANDS, options_of, parse
+from lineartime.cli import COMMANDS, parse
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,7 +67,7 @@ def test_commands_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for document in DOCUMENTS:
         for command in commands(document.read_text()):
             name, *arguments = shlex.split(command)
-            parse(options_of(name), arguments)
+            parse(name, arguments)
 
 
 def test_every_command_is_shown() -> None:

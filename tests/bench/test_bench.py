@@ -26,7 +26,6 @@ from lineartime.bench.measure import (
     Ready,
     RewindingStep,
     Subject,
-    flops_per_token,
     interleaved,
     median_and_spread,
     prepare,
@@ -62,8 +61,7 @@ def small(out: Path, **values: Any) -> BenchConfig:
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., BenchConfig]:
-    """Options of a benchmark of a second, without measuring the peak and without plots."""
-    monkeypatch.setattr(command, "peak_flops", lambda *_: 1e9)
+    """Options of a benchmark of a second, without plots."""
     monkeypatch.setattr(command, "draw_plots", lambda *_: None)
     return lambda **values: small(tmp_path / "bench", **values)
 
@@ -74,8 +72,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder, printed = tmp_path_factory.mktemp("bench"), StringIO()
     measures = ("train", "forward", "prefill", "decode")
     lengths: dict[str, Any] = {"context_lengths": (8, 64), "positions": (20,), "decode_batch": 3}
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        patch.setattr(command, "peak_flops", lambda *_: 1e9)
+    with redirect_stdout(printed):
         run_benchmark(small(folder / "bench", measure=measures, **lengths))
     return folder / "bench", printed.getvalue()
 
@@ -97,10 +94,9 @@ def measured(
     return Entry(Case(measure, length, "fp32", 4), subject(name, mode), seconds=seconds, **values)
 
 
-def results_of(folder: Path, *entries: Entry, peaks: dict[str, float] | None = None) -> Benchmark:
+def results_of(folder: Path, *entries: Entry) -> Benchmark:
     """The results of these entries, saved."""
     benchmark = Benchmark(small(folder), CPU, entries)
-    benchmark.peaks = peaks or {}
     benchmark.save(folder)
     return benchmark
 
@@ -123,7 +119,6 @@ def test_results_hold_options_machine_and_no_paths(finished: tuple[Path, str]) -
     folder, printed = finished
     results = saved(folder)
     assert results["options"]["rounds"] == 3
-    assert results["peak_flops"] == {"fp32": 1e9}
     assert datetime.fromisoformat(results["process"]["time"]) <= datetime.now(timezone.utc)
     assert results["process"]["versions"]["torch"] == torch.__version__
     assert str(folder.parent) not in json.dumps(results)
@@ -188,16 +183,6 @@ def test_medians_spreads_and_ratios_of_rounds(tmp_path: Path) -> None:
     assert compiled.compile_seconds == 7.0
     assert repetitions(0.1, 0.25) == 3
     assert repetitions(9.0, 0.25) == 1
-
-
-def test_use_of_the_peak_is_that_of_the_operations_of_the_model(tmp_path: Path) -> None:
-    known, unknown = measured("flash-tiny", 2.0), measured("flash-tiny", 2.0, measure="decode")
-    results_of(tmp_path, known, unknown, peaks={"fp32": 100.0})
-    assert (known.use_of_peak, unknown.use_of_peak) == (3 * cost(subject().config, 8).flops_per_token * 32 / 2 / 100, None)
-    forward = cost(subject().config, 16).flops_per_token
-    assert flops_per_token(subject(), Case("forward", 16, "fp32", 2)) == forward
-    assert flops_per_token(subject(), Case("train", 16, "fp32", 2)) == 3 * forward
-    assert flops_per_token(subject(), Case("decode", 16, "fp32", 2)) is None
 
 
 def failing(case_of: Callable[[Subject, Case], BaseException | None]) -> Callable[..., Ready]:

@@ -1,9 +1,6 @@
 """A trained run for the commands to work on, and the way their errors look."""
 
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +11,12 @@ from lineartime.cli import main
 
 TINY = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "chunk_size=8", "--context-length", "24", "--batch-size", "2"]
 
-Start = Callable[..., "subprocess.Popen[str]"]
+# A process that runs the command line with the arguments, as `fork` of all tests starts it.
+COMMAND = "import sys; from lineartime.cli import main; sys.exit(main({!r}))"
+
+Fork = Callable[[str], Any]
 Fails = Callable[..., None]
+Prints = Callable[..., str]
 
 
 def small(folder: Path) -> list[str]:
@@ -53,18 +54,15 @@ def options(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def start() -> Start:
-    """`start("train", "--steps", "3")`: the command as a process of its own."""
+def prints(capsys: pytest.CaptureFixture[str]) -> Prints:
+    """`prints("eval", run)`: the standard output of a command that ends well."""
 
-    def start(*arguments: str, **keywords: Any) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "lineartime", *arguments]
-        # What runs in the background of a shell ignores interrupts, and so would its children.
-        keywords.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-        return subprocess.Popen(
-            command, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.PIPE, **keywords
-        )
+    def prints(*arguments: object) -> str:
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == 0
+        return capsys.readouterr().out
 
-    return start
+    return prints
 
 
 @pytest.fixture

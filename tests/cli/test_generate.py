@@ -3,8 +3,8 @@
 import io
 import json
 import re
-import select
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -18,48 +18,44 @@ from lineartime.layers.dense import Dense
 from lineartime.models import decoder
 from lineartime.native import native_functions
 
-from .conftest import Fails, Start
+from .conftest import COMMAND, Fails, Fork, Prints
 
 
-def test_several_samples_are_printed_with_headers_or_as_a_line_of_json_each(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["generate", str(folder / "run"), "--prompt", "the ", "--max-tokens", "9", "--seed", "1"]
-    assert main([*arguments, "--samples", "3"]) == 0
-    shown = capsys.readouterr().out
+@pytest.fixture
+def generated(folder: Path, prints: Prints) -> Prints:
+    """`generated("--prompt", "the ")`: what the run continues."""
+    return lambda *arguments: prints("generate", folder / "run", *arguments)
+
+
+def test_several_samples_are_printed_with_headers_or_as_a_line_of_json_each(generated: Prints) -> None:
+    drawing = ("--prompt", "the ", "--max-tokens", 9, "--seed", 1)
+    shown = generated(*drawing, "--samples", 3)
     assert [line for line in shown.splitlines() if line.startswith("--- ")] == [f"--- sample {n} of 3 ---" for n in (1, 2, 3)]
-    assert main([*arguments, "--samples", "3", "--json"]) == 0
-    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    samples = [json.loads(line) for line in generated(*drawing, "--samples", 3, "--json").splitlines()]
     assert [sample["sample"] for sample in samples] == [1, 2, 3]
     assert shown == "".join(f"--- sample {n} of 3 ---\nthe {sample['text']}\n" for n, sample in enumerate(samples, 1))
     assert all(sample["prompt"] == "the " and sample["tokens"] <= 9 for sample in samples)
-    assert main(arguments) == 0
-    streamed = capsys.readouterr().out
-    assert main([*arguments, "--json"]) == 0
-    assert streamed == "the " + json.loads(capsys.readouterr().out)["text"] + "\n"
-    assert main([*arguments[:-1], "2"]) == 0  # another seed
-    assert capsys.readouterr().out not in (streamed, "the \n")
+    streamed = generated(*drawing)
+    assert streamed == "the " + json.loads(generated(*drawing, "--json"))["text"] + "\n"
+    assert generated(*drawing[:-1], 2) not in (streamed, "the \n")  # another seed
 
 
 def test_the_prompt_may_come_from_a_file_or_from_standard_input(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fails: Fails
+    folder: Path, tmp_path: Path, generated: Prints, monkeypatch: pytest.MonkeyPatch, fails: Fails
 ) -> None:
-    arguments = ["generate", str(folder / "run"), "--max-tokens", "5", "--temperature", "0", "--json"]
-    text = "the square\r\nof é\n"
-    assert main([*arguments, "--prompt", text]) == 0
-    expected = capsys.readouterr().out
+    options, text = ("--max-tokens", "5", "--temperature", "0", "--json"), "the square\r\nof é\n"
+    expected = generated(*options, "--prompt", text)
     (tmp_path / "prompt.txt").write_bytes(text.encode("utf-8-sig"))  # the byte order mark is not text
-    assert main([*arguments, "--prompt-file", str(tmp_path / "prompt.txt")]) == 0
-    assert capsys.readouterr().out == expected
+    assert generated(*options, "--prompt-file", "prompt.txt") == expected
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode("utf-8-sig"))))
-    assert main([*arguments, "--prompt-file", "-"]) == 0
-    assert capsys.readouterr().out == expected
+    assert generated(*options, "--prompt-file", "-") == expected
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
-    fails([*arguments, "--prompt-file", str(tmp_path / "latin.txt")], "--prompt-file is .*latin.txt, which is not UTF-8 text")
-    fails([*arguments, "--prompt-file", "-", "--prompt", "a"], "--prompt-file cannot be combined with `prompt`")
+    command = ["generate", str(folder / "run"), *options]
+    fails([*command, "--prompt-file", "latin.txt"], "--prompt-file is latin.txt, which is not UTF-8 text")
+    fails([*command, "--prompt-file", "-", "--prompt", "a"], "--prompt-file cannot be combined with `prompt`")
 
 
-def test_precision_and_threads_are_those_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_and_threads_are_those_asked_for(generated: Prints, monkeypatch: pytest.MonkeyPatch) -> None:
     before, seen, multiply = torch.get_num_threads(), [], Dense.forward
 
     def forward(self: Dense, x: torch.Tensor) -> torch.Tensor:
@@ -69,8 +65,7 @@ def test_precision_and_threads_are_those_asked_for(folder: Path, monkeypatch: py
 
     monkeypatch.setattr(Dense, "forward", forward)
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        asked = ["--max-tokens", "3", "--precision", precision, "--threads", str(before + 1)]
-        assert main(["generate", str(folder / "run"), *asked]) == 0
+        generated("--max-tokens", 3, "--precision", precision, "--threads", before + 1)
         assert {seen.pop() for _ in seen[:]} == {(dtype, before + 1)}
     assert torch.get_num_threads() == before
 
@@ -113,57 +108,44 @@ def test_missing_compiler_is_told_once(
     native_functions.cache_clear()  # or later tests would find no functions
 
 
-def test_a_stop_text_ends_the_text_and_is_not_shown(folder: Path, capsys: pytest.CaptureFixture[str], fails: Fails) -> None:
-    arguments = ["generate", str(folder / "run"), "--prompt", "the ", "--max-tokens", "40", "--seed", "1"]
-    assert main(arguments) == 0
-    whole = capsys.readouterr().out.removeprefix("the ").removesuffix("\n")
+def test_a_stop_text_ends_the_text_and_is_not_shown(folder: Path, generated: Prints, fails: Fails) -> None:
+    drawing = ["--prompt", "the ", "--max-tokens", "40", "--seed", "1"]
+    whole = generated(*drawing).removeprefix("the ").removesuffix("\n")
     stop = whole[10:12]
-    assert main([*arguments, "--stop", "no such text", stop]) == 0
-    assert capsys.readouterr().out == f"the {whole[: whole.index(stop)]}\n"
-    fails([*arguments, "--samples", "0"], "^error: --samples is 0, but must be at least 1")  # before the note
+    assert generated(*drawing, "--stop", "no such text", stop) == f"the {whole[: whole.index(stop)]}\n"
+    fails(["generate", str(folder / "run"), *drawing, "--samples", "0"], "^error: --samples is 0, but must be at least 1")
 
 
 @pytest.mark.slow
-def test_text_appears_as_it_is_produced(folder: Path, start: Start) -> None:
+def test_text_appears_as_it_is_produced(folder: Path, fork: Fork) -> None:
     for seed in range(10):  # a text may end its document before it can be interrupted, which is no fault
-        process = start("generate", str(folder / "run"), "--max-tokens", "1000000", "--seed", str(seed))
-        assert process.stdout is not None
-        try:
-            assert select.select([process.stdout], [], [], 120)[0]  # long before the millionth token
-            process.send_signal(signal.SIGINT)
-            _, shown = process.communicate(timeout=60)
-        finally:
-            process.kill()
-        if process.returncode != 0:
+        process = fork(COMMAND.format(["generate", str(folder / "run"), "--max-tokens", "1000000", "--seed", str(seed)]))
+        deadline = time.monotonic() + 120  # long before the millionth token
+        while not process.output.partition("fp32\n")[2]:  # the note on how it is computed
+            assert time.monotonic() < deadline, process.output
+            time.sleep(0.02)
+        process.send(signal.SIGINT)
+        if (status := process.wait(60)) != 0:
             break
-    assert process.returncode == 130
-    assert "Traceback" not in shown
+    assert status == 130, process.output
+    assert "Traceback" not in process.output
 
 
 def test_a_saved_state_is_continued_as_the_whole_text_is(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, generated: Prints, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drawing = ["--max-tokens", "20", "--seed", "1"]
-    generate = ["generate", str(folder / "run")]
-    state = str(tmp_path / "text.state")
-    assert main([*generate, "--prompt", "the square of", *drawing]) == 0
-    whole = capsys.readouterr().out
-    assert main([*generate, "--prompt", "the square", "--save-state", state, *drawing]) == 0
+    drawing = ("--max-tokens", "20", "--seed", "1")
+    whole, square = generated("--prompt", "the square of", *drawing), generated("--prompt", "the square", *drawing)
+    assert main(["generate", str(folder / "run"), "--prompt", "the square", "--save-state", "text.state", *drawing]) == 0
     saved = capsys.readouterr()
-    assert main([*generate, "--state", state, "--prompt", " of", *drawing]) == 0
-    assert capsys.readouterr().out == whole.removeprefix("the square")
-    assert re.search(rf"{state}: the state after 10 tokens, [\d.]+ kB\n", saved.err)
-    assert main([*generate, "--prompt", "the square", *drawing]) == 0
-    assert capsys.readouterr().out == saved.out
+    assert saved.out == square
+    assert re.search(r"text.state: the state after 10 tokens, [\d.]+ kB\n", saved.err)
+    assert generated("--state", "text.state", "--prompt", " of", *drawing) == whole.removeprefix("the square")
 
 
-def test_a_text_can_be_read_without_generating(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = str(tmp_path / "text.state")
-    arguments = ["generate", str(folder / "run"), "--prompt", "the square", "--save-state", state, "--max-tokens", "0"]
-    assert main(arguments) == 0
-    assert capsys.readouterr().out == ""
-    assert main(arguments) == 1
-    assert f"error: --save-state is {state}, which exists already" in capsys.readouterr().err
-    assert main(["generate", str(folder / "run"), "--state", state, "--samples", "2", "--json", "--max-tokens", "5"]) == 0
-    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [sample["sample"] for sample in samples] == [1, 2]
+def test_a_text_can_be_read_without_generating(folder: Path, generated: Prints, fails: Fails) -> None:
+    reading = ["--prompt", "the square", "--save-state", "text.state", "--max-tokens", "0"]
+    assert generated(*reading) == ""
+    fails(["generate", str(folder / "run"), *reading], "--save-state is text.state, which exists already")
+    samples = generated("--state", "text.state", "--samples", 2, "--json", "--max-tokens", 5)
+    assert [json.loads(line)["sample"] for line in samples.splitlines()] == [1, 2]

@@ -74,6 +74,14 @@ def test_the_parser_refuses_what_is_no_option_or_value(arguments: list[str], fai
         (["train", "--preset", "flash-tyni"], "--preset is 'flash-tyni', .*mean flash-tiny.* that `lineartime presets` lists"),
         (["bench", "flash-giant"], "preset is 'flash-giant', which is not a preset"),
         (["presets", "zebra"], "No preset name contains zebra"),
+        # Experiments, and their options.
+        (["reproduce", "positons"], r"name has 'positons', which is not an experiment here \(did you mean positions\?\)"),
+        (["reproduce", "lm", "--rates", "0.001"], "--rates is 0.001, but each optimiser has its own: give one in `optimizers`"),
+        (["reproduce", "memory", "--tuning", "3"], "--tuning is 3.0, which memory does not have: leave it out"),
+        (["reproduce", "lm", "--systems", "flash-quat"], r"--systems has 'flash-quat'.*\(did you mean flash-quad"),
+        (["reproduce", "lm", "--books", "/none"], "--books is /none, which is neither a file or folder"),
+        (["reproduce"], "name is missing: give an experiment, lm, next-ablation"),
+        (["reproduce", "lm", "--report"], "has no runs of lm at the scale cpu: run it first"),
         # Files and folders.
         (["eval", "/does/not/exist"], "/does/not/exist does not exist: give the folder of a run"),
         (["train", "--data", "x.txt", "--out", ""], "--out is an empty path: give one, or leave it out"),

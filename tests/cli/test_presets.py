@@ -9,6 +9,8 @@ from lineartime.cli import main
 from lineartime.models.cost import COSTS, COSTS_LENGTH, cost, preset_cost
 from lineartime.models.systems import PRESETS, presets
 
+from .conftest import Prints
+
 MODELS = presets("mlm") | presets("clm")
 SOME = ("flash-tiny", "transformer-tiny", "linformer-tiny", "hybrid-gau-tiny", "gau-ablation")
 
@@ -29,9 +31,9 @@ def test_presets_lists_sizes_operations_and_memory(capfd: pytest.CaptureFixture[
     assert lines["linformer-tiny"][6] == "none"
 
 
-def test_presets_prints_json_for_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["presets", "flash-tiny", "linformer-tiny", "--context-length", "1030", "--json"]) == 0
-    flash, linformer = map(json.loads, capsys.readouterr().out.splitlines())
+def test_presets_prints_json_for_other_programs(prints: Prints) -> None:
+    shown = prints("presets", "flash-tiny", "linformer-tiny", "--context-length", 1030, "--json")
+    flash, linformer = map(json.loads, shown.splitlines())
     assert flash["parameters"] == sum(p.numel() for p in lineartime.build("flash-tiny").parameters())
     assert (flash["name"], flash["context_length"], flash["n_blocks"], flash["d_model"]) == ("flash-tiny", 1030, 8, 256)
     assert 2 * flash["parameters"] < flash["flops_per_token"] < 4 * flash["parameters"]

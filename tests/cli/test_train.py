@@ -5,7 +5,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from lineartime.cli.train import read_options, to_toml
 from lineartime.errors import LineartimeError
 from lineartime.training.config import TrainConfig
 
-from .conftest import Fails
+from .conftest import COMMAND, Fails, Fork, Prints
 
 OPTIONS = TrainConfig(preset="gau-tiny", context_length=24, learning_rate=0.002, override=("d_model=16", "n_blocks=1"))
 TEXTS = {
@@ -43,6 +42,8 @@ def test_every_format_gives_the_same_options(tmp_path: Path) -> None:
         ("a.json", b"\xff\xfe", "a.json cannot be read as JSON: 'utf-8' codec can't decode"),
         ("a.json", '{"stepps": 3}', r"a.json: stepps is not a field here \(did you mean steps\?\)"),
         ("a.json", '{"model": "flash-tiny", "preset": "gau-tiny"}', "a.json has an option twice, under two names"),
+        ("a.json", '{"steps": "many"}', "a.json: steps is 'many', but must be an integer"),
+        ("a.json", '{"steps": 0}', "a.json: steps is 0, but must be at least 1"),
         ("a.txt", "steps = 3", "a.txt has the suffix '.txt': options are read from .toml, .yaml or .json"),
     ],
 )
@@ -52,49 +53,30 @@ def test_file_that_holds_no_options_is_named(tmp_path: Path, name: str, content:
         read_options(tmp_path / name)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The options that a command would train with; None for those that are comments."""
-    assert main(["train", *arguments, "--print-config"]) == 0
-    lines = [line.partition(" =") for line in capsys.readouterr().out.splitlines()]
-    return {name.removeprefix("# "): json.loads(value) if value else None for name, _, value in lines}
+def test_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path: Path, prints: Prints) -> None:
+    def printed(*arguments: str) -> dict[str, Any]:
+        lines = [line.partition(" =") for line in prints("train", *arguments, "--print-config").splitlines()]
+        return {name.removeprefix("# "): json.loads(value) if value else None for name, _, value in lines}
 
-
-def test_command_line_wins_over_a_file_and_a_file_over_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"recipe": "quick", "steps": 7, "learning_rate": 0.1, "data": ["README.md"]}')
-    found = printed(capsys, "--config", str(file), "--learning-rate", "0.2")
+    found = printed("--config", str(file), "--learning-rate", "0.2")
     assert (found["preset"], found["optimizer"]) == ("flash-memory-tiny", "muon")  # from the recipe
     assert (found["steps"], found["learning_rate"]) == (7, 0.2)
     assert found["data"].endswith("README.md")
-    assert printed(capsys, "--config", str(file), "--data", "docs")["data"].endswith("docs")
-    found = printed(capsys, "--config", str(file), "--model", "gau-tiny", "--context=64")  # other names of --preset and its kin
+    assert printed("--config", str(file), "--data", "docs")["data"].endswith("docs")
+    found = printed("--config", str(file), "--model", "gau-tiny", "--context=64")  # other names of --preset and its kin
     assert (found["preset"], found["context_length"]) == ("gau-tiny", 64)
     file.write_text('{"recipe": "lm-pg19", "preset": "flash-base", "override": ["d_model=32", "n_blocks=2"]}')
-    found = printed(capsys, "--config", str(file), "--override", "n_blocks=1", "dropout=0.1")  # fields of the model alike
+    found = printed("--config", str(file), "--override", "n_blocks=1", "dropout=0.1")  # fields of the model alike
     assert found["override"] == ["chunk_size=512", "d_model=32", "n_blocks=1", "dropout=0.1"]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
-def test_printed_options_are_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_options_are_read_back(tmp_path: Path) -> None:
     options = {**TrainConfig(preset="gau-tiny", data=('é "x".txt', "b"), override=("d_model=8",), out=Path("runs/ü")).to_dict()}
     (tmp_path / "run.toml").write_text(to_toml(options))
     assert TrainConfig(**read_options(tmp_path / "run.toml")).to_dict() == options
-
-
-def test_wrong_value_is_named_with_its_file(tmp_path: Path, fails: Fails) -> None:
-    file = tmp_path / "run.json"
-    for content, message in (
-        ('{"steps": "many"}', "run.json: steps is 'many', but must be an integer"),
-        ('{"steps": 0}', "run.json: steps is 0, but must be at least 1"),
-    ):
-        file.write_text(content)
-        fails(["train", "--config", str(file)], message)
-
-
-Fork = Callable[[str], Any]
-
-# A process that runs the command line with the arguments.
-COMMAND = "import sys; from lineartime.cli import main; sys.exit(main({!r}))"
 
 
 def test_all_commands_name_a_mistake_in_the_data_in_the_same_words(folder: Path, tmp_path: Path, fails: Fails) -> None:

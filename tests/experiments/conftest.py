@@ -21,10 +21,6 @@ Options = Callable[..., ReproduceConfig]
 Do = Callable[[Job], int]
 
 
-def ignore(_: str) -> None:
-    """Leave out what a run says."""
-
-
 _SIZE = Size(16, gated_blocks=1, attention_blocks=1, n_heads=2, d_qk=8, chunk_size=16)
 TINY = Scale(
     "for tests",
@@ -82,18 +78,19 @@ def done() -> list[str]:
 
 
 @pytest.fixture
-def here(done: list[str]) -> Do:
-    """Do a job in this process, which takes no time to start."""
+def here(done: list[str], monkeypatch: pytest.MonkeyPatch) -> Do:
+    """Do each job in this process, which takes no time to start."""
 
     def do(job: Job) -> int:
         done.append(job.kind)
         return perform(job)
 
+    monkeypatch.setattr(runner, "in_own_process", do)
     return do
 
 
 @pytest.fixture
-def pretended(done: list[str]) -> Do:
+def pretended(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave what a run leaves, without training: the smaller its rate and its seed, the lower its loss."""
 
     def do(job: Job) -> int:
@@ -112,7 +109,7 @@ def pretended(done: list[str]) -> Do:
         (job.folder / "outcome.json").write_text(json.dumps({"kind": job.kind, "tests": tests}))
         return 0
 
-    return do
+    monkeypatch.setattr(runner, "in_own_process", do)
 
 
 def perform(job: Job) -> int:

@@ -1,6 +1,6 @@
 """What experiments and added systems list can be built, is of equal size, and is in the paper where they say so."""
 
-import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -76,20 +76,16 @@ def test_paper_numbers_are_those_of_its_tables() -> None:
     assert paper_numbers(("lm_wiki40b",), "flash", Setting("books", 2048)) == {}  # those of Wikipedia
 
 
-def test_list_shows_what_is_asked_for_and_each_text_once() -> None:
-    def listed(**values: Any) -> str:
-        return "\n".join(command.describe(make_plan(ReproduceConfig("lm", **values))))
+def test_plan_has_the_jobs_that_are_asked_for_and_names_each_text_once() -> None:
+    def kinds(name: str = "lm", **values: Any) -> dict[str, int]:
+        return Counter(job.kind for job in all_jobs(make_plan(ReproduceConfig(name, **values))))
 
-    shown = listed(systems=("combiner",), contexts=(512,))
-    assert [part in shown for part in ("  combiner ", "512 tokens", "  flash", "4,096 tokens")] == [True, True, False, False]
-    total = "6 speed measurements, 8 trials, 1 run: 18 min 0 s of training"
-    assert shown.endswith(f"{total}\n0 of 15 have ended; left: {total}")
-    one = listed(systems=("flash",), contexts=(512,), optimizers=("muon",), rates=(0.01,))
-    assert one.endswith("left: 3 speed measurements, 2 runs: 20 min 0 s of training")  # without a choice, no trials
-    memory = list(command.describe(make_plan(ReproduceConfig("memory"))))
-    assert memory[-2] == "40 runs of 2,000 steps of 4,096 tokens"
-    texts = listed(systems=("flash",), books=("b.txt",), data=("d.txt",))
-    assert re.findall("text of .*", texts) == ["text of wikipedia: d.txt", "text of books: b.txt"]
+    assert kinds(systems=("combiner",), contexts=(512,)) == {"speed": 6, "tune": 8, "run": 1}
+    without_choice = kinds(systems=("flash",), contexts=(512,), optimizers=("muon",), rates=(0.01,))
+    assert without_choice == {"speed": 3, "run": 2}  # of which nothing is tried
+    assert kinds("memory") == {"run": 40}
+    plan = make_plan(ReproduceConfig("lm", systems=("flash",), books=("b.txt",), data=("d.txt",)))
+    assert command.text_notes(plan) == ["text of wikipedia: d.txt", "text of books: b.txt"]
 
 
 class Relu(KernelAttention):

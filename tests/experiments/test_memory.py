@@ -21,7 +21,7 @@ from lineartime.experiments.report import write_report
 from lineartime.experiments.runner import read_run, run_all
 from lineartime.runs.metrics import read_metrics
 
-from .conftest import Do, Options, ignore
+from .conftest import Options
 
 ROWS, LENGTH, PAIRS = 200, 96, 8
 
@@ -97,10 +97,10 @@ def losses(folder: Path) -> list[tuple[float, ...]]:
     return [tuple(line.get(name, -1.0) for name in names) for line in read_metrics(folder)]
 
 
-def test_tasks_are_trained_and_reported(options: Options, here: Do, done: list[str]) -> None:
+def test_tasks_are_trained_and_reported(options: Options, here: None, done: list[str]) -> None:
     plan = make_plan(options(systems=("flash", "transformer++"), longer=(2,), steps=8))
     assert [str(each) for each in plan.candidates][:2] == ["recall, 64 tokens, 4 to remember", "copying, 64 tokens"]
-    assert run_all(plan, ignore, here) == []
+    assert run_all(plan) == []
     assert done == ["run"] * 4 * 2
     file, report = write_report(plan)
     assert report["problems"] == []
@@ -116,10 +116,10 @@ def test_tasks_are_trained_and_reported(options: Options, here: Do, done: list[s
     assert 0 < flash["state_bytes"] < transformer["state_bytes"]
 
 
-def test_rate_with_the_lowest_loss_is_trained_with_all_seeds(options: Options, here: Do, done: list[str]) -> None:
+def test_rate_with_the_lowest_loss_is_trained_with_all_seeds(options: Options, here: None, done: list[str]) -> None:
     values: dict[str, Any] = {"texts": ("induction",), "systems": ("flash",), "steps": 4}
     plan = make_plan(options(**values, seeds=2, rates=(1e-3, 1e-2)))
-    assert run_all(plan, ignore, here) == []
+    assert run_all(plan) == []
     assert done == ["tune", "tune", "run", "run"]
     row = write_report(make_plan(with_saved_options(options(**values))))[1]["settings"][0]["rows"][0]
     assert [run["seed"] for run in row["runs"]] == [0, 1]
@@ -130,17 +130,17 @@ def test_rate_with_the_lowest_loss_is_trained_with_all_seeds(options: Options, h
         reproduce(options(lengths=(32,)))
 
 
-def test_interrupted_run_begins_again(options: Options, here: Do, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_interrupted_run_begins_again(options: Options, here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     values: dict[str, Any] = {"texts": ("recall",), "systems": ("flash",), "steps": 8}
     plan = make_plan(options(**values))
     with monkeypatch.context() as patch:
         patch.setattr(memory, "held_out", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            run_all(plan, ignore, here)
+            run_all(plan)
     run = Path("recall-64-4", "flash", "seed-0")
     assert read_run(plan.folder / run).state == "missing"
-    assert run_all(plan, ignore, here) == []
+    assert run_all(plan) == []
     whole = make_plan(replace(options(**values), out=tmp_path / "whole"))
-    assert run_all(whole, ignore, here) == []
+    assert run_all(whole) == []
     assert losses(plan.folder / run) == losses(whole.folder / run)
     assert read_run(plan.folder / run).outcome["tests"] == read_run(whole.folder / run).outcome["tests"]

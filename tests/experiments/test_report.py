@@ -12,7 +12,7 @@ from lineartime.experiments.report import _compare, _run, _seeds, collect, rende
 from lineartime.experiments.runner import Run, State, best_trial, read_run, run_all
 from lineartime.runs.record import Record
 
-from .conftest import Do, Options, ignore
+from .conftest import Options
 
 Curve = list[list[Any]]
 
@@ -54,10 +54,10 @@ def test_rate_and_optimiser_with_the_lowest_loss_are_chosen() -> None:
     assert best_trial(waiting) == ("muon", 1e-2)  # without a choice, nothing is tried
 
 
-def test_report_shows_measures_and_trials_of_its_task(options: Options, pretended: Do) -> None:
+def test_report_shows_measures_and_trials_of_its_task(options: Options, pretended: None) -> None:
     for name, unit in (("lm", "bits per byte"), ("mlm", "nats per masked token")):
         plan = make_plan(options(name, seeds=1))
-        assert run_all(plan, ignore, pretended) == []
+        assert run_all(plan) == []
         report = collect(plan)
         row = report["settings"][0]["rows"][0]
         row["grid"]["adamw"]["0.01"], row["paper"], row["rate_at_edge"] = "failed", {"pplx": 16.5, "speedup": 1.6}, True

@@ -26,7 +26,7 @@ from lineartime.models.systems import register_system
 from lineartime.runs.metrics import read_metrics
 from lineartime.training.loop import Trainer
 
-from .conftest import Do, Options, ignore, make_options, perform
+from .conftest import Do, Options, make_options, perform
 from .test_catalogue import Relu
 
 
@@ -65,14 +65,17 @@ def story(tiny: None, room: Path) -> Story:
         found.reports.append((file.read_text(), data))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "take_step", take_and_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run_all(plan, ignore, do)
-    report()
-    for _ in range(2):
-        found.done.append([])
-        assert run_all(plan, found.said.append, do) == []
-    report()
+        patch.setattr(runner, "in_own_process", do)
+        with patch.context() as first:
+            first.setattr(Trainer, "take_step", take_and_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run_all(plan)
+        report()
+        patch.setattr(runner, "say", found.said.append)
+        for _ in range(2):
+            found.done.append([])
+            assert run_all(plan) == []
+        report()
     return found
 
 
@@ -159,26 +162,29 @@ def test_run_in_its_own_process_stops_after_its_step(options: Options) -> None:
     assert "Stopped after step" in (job.folder / "log.txt").read_text()
 
 
-def test_diverged_run_is_told_and_not_repeated(options: Options, here: Do, done: list[str]) -> None:
+def test_diverged_run_is_told_and_not_repeated(
+    options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = make_plan(options(seeds=1, systems=("flash",)))
 
     def do(job: Job) -> int:
         diverges = job.kind == "tune" and "0.01" in job.folder.name
         return here(replace(job, options={**job.options, "learning_rate": 1e30, "steps": 40}) if diverges else job)
 
-    [problem] = run_all(plan, ignore, do)
+    monkeypatch.setattr(runner, "in_own_process", do)
+    [problem] = run_all(plan)
     assert re.match(r"wikipedia-64/flash/adamw-tune-0.01 failed: .*(loss|its gradient)", problem, re.IGNORECASE)
     file, report = write_report(plan)
     row = report["settings"][0]["rows"][0]
     assert (row["grid"]["adamw"]["0.01"], row["rate"]) == ("failed", 0.001)
     assert "adamw-tune-0.01 failed" in file.read_text()
     count = len(done)
-    run_all(plan, ignore, do)
+    run_all(plan)
     assert len(done) == count  # it would fail again
 
 
 def test_run_that_ended_for_another_reason_is_tried_again(
-    options: Options, here: Do, done: list[str], monkeypatch: pytest.MonkeyPatch
+    options: Options, here: None, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan(options(seeds=1, systems=("flash",)))
     take = Trainer.take_step
@@ -190,7 +196,7 @@ def test_run_that_ended_for_another_reason_is_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "take_step", full)
-        problems = run_all(plan, ignore, here)
+        problems = run_all(plan)
     assert problems == [
         "wikipedia-64/flash/adamw-tune-0.01 ended with an error: Cannot write x: No space left on device; free some space, "
         "then try again.",
@@ -198,10 +204,10 @@ def test_run_that_ended_for_another_reason_is_tried_again(
     ]
     with monkeypatch.context() as patch:  # the run is trained, but cannot be tested
         patch.setattr(runner, "evaluate", Mock(side_effect=OSError("check the network")))
-        problems = run_all(plan, ignore, here)
+        problems = run_all(plan)
     assert problems == ["wikipedia-64/flash/seed-0 ended with an error: OSError: check the network"]
     steps = len(read_metrics(folders(plan)[0] / "seed-0"))
-    assert run_all(plan, ignore, here) == []
+    assert run_all(plan) == []
     assert done[-2:] == ["run", "run"]
     assert len(read_metrics(folders(plan)[0] / "seed-0")) == steps  # nothing was trained again
     row = collect(plan)["settings"][0]["rows"][0]
@@ -238,7 +244,8 @@ def test_runs_in_another_precision_are_not_mixed(
         monkeypatch.setattr("lineartime.machine.faster_precision", lambda device: (precision, "faked"))
         return with_device(replace(options(precision="auto", device="auto"), out=out))
 
-    run_all(make_plan(replace(here("bf16", tmp_path / "began"), contexts=(64,), systems=("flash",))), ignore, lambda job: 1)
+    monkeypatch.setattr(runner, "in_own_process", lambda job: 1)
+    run_all(make_plan(replace(here("bf16", tmp_path / "began"), contexts=(64,), systems=("flash",))))
     with pytest.raises(ArgumentError, match=r"precision is fp32, but the runs in .* were made with bf16: use that, or give"):
         command.reproduce(here("fp32", tmp_path / "began"))
     there = with_saved_options(replace(options(precision="auto", device="auto"), out=tmp_path / "began"))
@@ -266,11 +273,11 @@ def test_wrong_input_is_one_sentence(options: Options, values: dict[str, Any], m
 
 
 def test_optimiser_joins_by_one_entry(
-    options: Options, pretended: Do, done: list[str], monkeypatch: pytest.MonkeyPatch
+    options: Options, pretended: None, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(catalogue.OPTIMIZERS, "second", {"beta2": 0.9})
     plan = make_plan(options(seeds=1, systems=("transformer++",)))
-    assert run_all(plan, ignore, pretended) == []
+    assert run_all(plan) == []
     assert done == ["speed"] * 4 + ["tune"] * 4 + ["run"]  # only the better one is trained
     [row] = collect(plan)["settings"][0]["rows"]
     losses = {(name, rate): loss for name, grid in row["grid"].items() for rate, loss in grid.items()}
@@ -285,10 +292,10 @@ def test_optimiser_joins_by_one_entry(
     assert make_plan(with_saved_options(options(systems=("transformer++",)))).config.optimizers == ("adamw", "second")
 
 
-def test_further_seeds_join_the_report(options: Options, pretended: Do, done: list[str], finished: None) -> None:
+def test_further_seeds_join_the_report(options: Options, pretended: None, done: list[str], finished: None) -> None:
     plan = make_plan(options(seeds=4, systems=("transformer++",)))
     assert [job.kind for job in all_jobs(plan)].count("run") == 4
-    assert run_all(plan, ignore, pretended) == []
+    assert run_all(plan) == []
     assert done == ["run"] * 3  # the first one had ended
     file, report = write_report(make_plan(options()))
     row = report["settings"][0]["rows"][1]
@@ -300,11 +307,11 @@ def test_further_seeds_join_the_report(options: Options, pretended: Do, done: li
 
 
 @pytest.mark.usefixtures("only_systems_of_the_library_afterwards", "finished")
-def test_system_of_ones_own_joins_a_finished_experiment(options: Options, pretended: Do, done: list[str]) -> None:
+def test_system_of_ones_own_joins_a_finished_experiment(options: Options, pretended: None, done: list[str]) -> None:
     register_system("relu", Relu, "mlp")
     added = ("relu", "flash:chunk_size=8")
     plan = make_plan(with_saved_options(options(seeds=1, add=added, systems=("relu",))))
-    assert run_all(plan, ignore, pretended) == []
+    assert run_all(plan) == []
     assert done == ["speed"] * 2 + ["tune"] * 2 + ["run"]
     file, report = write_report(plan)
     states = {row["name"]: row["runs"][0]["state"] for row in report["settings"][0]["rows"]}

@@ -4,7 +4,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,8 @@ from lineartime.bench.config import RESULTS_FILE, STREAMED, BenchConfig, Dtype, 
 from lineartime.bench.measure import (
     Case,
     Subject,
-    flops_per_token,
-    forget,
     interleaved,
     median_and_spread,
-    peak_flops,
     prepare,
     release,
     repetitions,
@@ -44,7 +41,7 @@ from lineartime.models.config import ModelConfig
 from lineartime.models.language_model import build_model
 from lineartime.models.systems import resolve
 from lineartime.plots import Panel, curves_of, draw_panels, looks_of, save_figure
-from lineartime.runs.record import locked, this_process
+from lineartime.runs.record import Process, locked, this_process
 from lineartime.screen import SCREEN, print_markdown
 from lineartime.training.config import TrainConfig
 from lineartime.units import cell, column_table, size, three_digits
@@ -69,12 +66,10 @@ class Entry:
     first_seconds: float | None = None  # of the very first step, which compiles
     peak_bytes: int | None = None  # the most memory that a step holds above the weights, including gradients; on a GPU
     state_bytes: int | None = None  # of the state of a stream, for decode
-    flops_per_token: float | None = None  # of the model, for train including the backward pass; None for decode
     median_seconds: float | None = None
     spread_seconds: float | None = None  # the interquartile range
     tokens_per_second: float | None = None  # of all sequences together
     ratio_to_first: float | None = None  # to the first subject of the case: the median over the rounds
-    use_of_peak: float | None = None  # the FLOP/s of the model as a share of the peak of matrix products
     compile_seconds: float | None = None  # by how much the first step of a compiled model exceeds the median
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,29 +77,25 @@ class Entry:
         of_case = {**asdict(self.case), "tokens": self.case.tokens, "subject": self.subject.name, "mode": self.subject.mode}
         return of_case | {name: value for name, value in vars(self).items() if name not in ("case", "subject")}
 
-    def complete(self, first: "Entry", peak: float | None) -> None:
-        """Add what follows from the seconds, from those of the first entry of the case, and from the peak."""
+    def complete(self, first: "Entry") -> None:
+        """Add what follows from the seconds, and from those of the first entry of the case."""
         self.median_seconds, self.spread_seconds = median_and_spread(self.seconds)
         self.tokens_per_second = self.case.tokens / self.median_seconds
-        self.flops_per_token = flops_per_token(self.subject, self.case)
         if first.seconds:
             self.ratio_to_first = statistics.median(a / b for a, b in zip(self.seconds, first.seconds, strict=False))
-        if self.flops_per_token is not None and peak:
-            self.use_of_peak = self.flops_per_token * self.tokens_per_second / peak
         if self.subject.mode != "eager" and self.first_seconds is not None:
             self.compile_seconds = max(0.0, self.first_seconds - self.median_seconds)
 
 
+@dataclass
 class Benchmark:
     """What is measured, cases with the subjects that take turns in each, and the results so far."""
 
-    def __init__(self, options: BenchConfig, device: torch.device, entries: Sequence[Entry], precision: str = "") -> None:
-        self.options = options
-        self.device = device
-        self.entries = entries  # case by case
-        self.precision = precision  # which precision "auto" chose, and why; empty without "auto"
-        self.process = this_process()
-        self.peaks: dict[str, float] = {}  # of matrix products, in FLOP/s, by precision
+    options: BenchConfig
+    device: torch.device
+    entries: Sequence[Entry]  # case by case
+    precision: str = ""  # which precision "auto" chose, and why; empty without "auto"
+    process: Process = field(default_factory=this_process)
 
     @property
     def finished(self) -> list[Entry]:
@@ -116,13 +107,11 @@ class Benchmark:
         finished = self.finished
         for found in finished:
             if found.seconds:
-                first = next(other for other in finished if other.case == found.case)
-                found.complete(first, self.peaks.get(found.case.dtype))
+                found.complete(next(other for other in finished if other.case == found.case))
         content = {
             "options": self.options.to_dict(),
             "precision": self.precision,
             "process": asdict(self.process),
-            "peak_flops": self.peaks,
             "subjects": {found.subject.name: found.subject.config.to_dict() for found in finished},
             "entries": [found.to_dict() for found in finished],
         }
@@ -205,12 +194,10 @@ def _model_config(item: str, options: BenchConfig) -> ModelConfig:
 
 
 def _measure(benchmark: Benchmark, folder: Path) -> None:
-    """Measure the peaks, then every case."""
+    """Measure every case."""
     device, cases = benchmark.device, dict.fromkeys(found.case for found in benchmark.entries)
     if "compiled" in benchmark.options.modes:
         torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))  # the first compilation has a fixed cost
-    for dtype in dict.fromkeys(case.dtype for case in cases):
-        benchmark.peaks[dtype] = peak_flops(device, dtype)
     for case in cases:
         _take_turns(benchmark.options, [found for found in benchmark.entries if found.case == case], device)
         benchmark.save(folder)
@@ -238,7 +225,8 @@ def _take_turns(config: BenchConfig, entries: Sequence[Entry], device: torch.dev
         else:
             entries[place].seconds += (seconds,)
     steps.clear()
-    forget(device)
+    torch.compiler.reset()  # which frees compiled code
+    release(device)
 
 
 def _failed(found: Entry, error: Exception, device: torch.device) -> None:
@@ -252,7 +240,6 @@ def report(benchmark: Benchmark) -> str:
     """The tables, one for each measure and precision, with what one has to know to read them."""
     facts = [f"machine: {benchmark.process}", f"started: {benchmark.process.time}"]
     facts += [f"precision: {benchmark.precision}"] if benchmark.precision else []
-    facts += [f"peak of matrix products in {dtype}: {peak / 1e9:,.1f} GFLOP/s" for dtype, peak in benchmark.peaks.items()]
     tables: dict[str, list[dict[str, str]]] = {}
     for found in benchmark.finished:
         row = {
@@ -263,7 +250,6 @@ def report(benchmark: Benchmark) -> str:
             "spread": cell(found.spread_seconds, three_digits, 1e3),
             "tokens/s": cell(found.tokens_per_second, three_digits),
             "x first": cell(found.ratio_to_first, ".2f"),
-            "MFU": cell(found.use_of_peak, ".1%"),
             "peak": cell(found.peak_bytes, size),
             "state": cell(found.state_bytes, size),
             "compile": cell(found.compile_seconds, ".1f", unit=" s"),

@@ -23,7 +23,7 @@ FOLDER = Path("runs") / "bench"
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measure what models cost: time, tokens/s, memory and hardware utilisation. Writes JSON, a table and plots to a folder."""
+    """Measure what models cost: time, tokens/s and memory. Writes JSON, a table and plots to a folder."""
 
     presets: tuple[str, ...] = ("flash-tiny", "flash-quad-tiny", "transformer++-tiny")
     """Presets to compare, or PRESET:OPTION=VALUE, as in flash-tiny:chunk_size=64. Ratios are relative to the first one."""

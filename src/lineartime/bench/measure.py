@@ -1,4 +1,4 @@
-"""What a benchmark measures, and how: steps of models take turns and are repeated, beside the fastest matrix product.
+"""What a benchmark measures, and how: steps of models take turns and are repeated.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -23,19 +23,10 @@ from lineartime.generation.prompts import prefill_batch
 from lineartime.machine import autocast, shapes_only
 from lineartime.models.backbone import ModelState
 from lineartime.models.config import ModelConfig
-from lineartime.models.cost import cost
 from lineartime.models.language_model import CausalLM, LanguageModel, build_model
 
 Key = TypeVar("Key")
 Clock = Callable[[], float]
-
-PRODUCTS = {
-    "cpu": ((256, 256, 256), (512, 512, 512), (1024, 256, 1024), (1024, 1024, 1024), (4096, 256, 1024), (2048, 2048, 2048)),
-    "cuda": ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192), (16384, 1024, 4096), (8192, 4096, 16384)),
-}
-"""Sizes m, n, k of products of [m, k] and [k, n], from small to large: square ones, and shapes that occur in models."""
-MAX_PRODUCT_SECONDS = 1.0
-"""The longest time that a single product may take at the speed measured so far; longer ones are skipped."""
 
 
 def synchronized(device: torch.device) -> float:
@@ -111,23 +102,6 @@ def median_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
     return statistics.median(values), high - low
 
 
-def peak_flops(device: torch.device, dtype: str, seconds: float = 0.3) -> float:
-    """Operations per second of the fastest of several matrix products, each repeated for about `seconds`."""
-    clock = partial(synchronized, device)
-    number = torch.bfloat16 if dtype == "bf16" else torch.float32
-    best = 0.0
-    for m, n, k in PRODUCTS["cpu" if device.type == "cpu" else "cuda"]:
-        if best and 2 * m * n * k / best > MAX_PRODUCT_SECONDS:
-            continue
-        a, b = torch.randn(m, k, dtype=number, device=device), torch.randn(k, n, dtype=number, device=device)
-        out = torch.empty(m, n, dtype=number, device=device)
-        product = partial(torch.mm, a, b, out=out)
-        product()
-        calls = repetitions(timed(product, 1, clock), seconds / 3)
-        best = max(best, *(2 * m * n * k / timed(product, calls, clock) for _ in range(3)))
-    return best
-
-
 def step_memory(model: nn.Module, step: Callable[[], object], device: torch.device) -> int:
     """The bytes that a step holds at most above the weights, with the gradients that it leaves, on a GPU."""
     model.zero_grad()
@@ -159,12 +133,6 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif device.type == "mps":
         torch.mps.empty_cache()
-
-
-def forget(device: torch.device) -> None:
-    """Free everything that the subjects of a case left behind, including compiled code."""
-    torch.compiler.reset()
-    release(device)
 
 
 @dataclass(frozen=True)
@@ -290,14 +258,3 @@ def state_after(model: CausalLM, ids: Tensor) -> Any:
         return torch.full(shape.shape, value, dtype=like.dtype, device=like.device)
 
     return ModelState(tuple(like.map(filled, block) for like, block in zip(cycle(shape.blocks), state.blocks, strict=False)))
-
-
-def flops_per_token(subject: Subject, case: Case) -> float | None:
-    """FLOPs of a step per token; a backward pass counts as two forward passes. None for decode."""
-    if case.measure == "decode":
-        return None
-    config, length = subject.config, case.length
-    forward = cost(config, length).flops_per_token
-    if case.measure == "prefill":  # with logits of the last token alone
-        return forward - 2 * config.d_model * config.vocab_size * (length - 1) / length
-    return 3 * forward if case.measure == "train" else forward

@@ -1,17 +1,18 @@
 """The command line: tyro parses the arguments, a command calls the library and prints the results.
 
-Each command is a module with a dataclass, whose fields are the command's options with their docstrings as help, and a function
-`run`. Only this package knows about flags: errors of the library name arguments, which become flags here.
+Each command is a module with a dataclass, where there is one that of the library, whose fields are the command's options with
+their docstrings as help, and a function `run`. Only this package knows about flags: errors of the library name arguments, which
+become flags here.
 """
 
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import is_dataclass, make_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -20,8 +21,6 @@ from rich.text import Text
 from lineartime.errors import ArgumentError, LineartimeError, file_error
 from lineartime.host import installed_version
 from lineartime.screen import SCREEN, discard, open_standard_streams
-
-OptionsOfCommand = TypeVar("OptionsOfCommand")
 
 INTERRUPTED = 130
 COMMANDS = {
@@ -41,9 +40,7 @@ COMMANDS = {
     "runs": "Compare runs on the same text: a table with the best run first, and a plot of losses by step, tokens and time.",
     "tokenize": "Train a tokenizer on the training split of a text; `lineartime train --tokenizer` takes the file.",
     "presets": "List the models that can be built by name, and what they cost.",
-    "bench": (
-        "Measure what models cost: time, tokens/s, memory and hardware utilisation; writes JSON, a table and plots to --out."
-    ),
+    "bench": "Measure what models cost: time, tokens/s and memory; writes JSON, a table and plots to --out.",
     "reproduce": (
         "Train the models that an experiment of the paper compares, one process per run, and show results beside the paper's."
     ),
@@ -53,6 +50,10 @@ COMMANDS = {
 
 They import slow packages (PyTorch, matplotlib) inside `run`, so that help appears at once.
 """
+POSITIONAL = dict.fromkeys(("folders", "name", "names", "presets", "run", "runs")) | {
+    name: name.upper() for name in ("destination", "file", "source")
+}
+"""The options that are given without a flag, and how the help calls them if not by their type."""
 _IMPORT = Annotated[
     tyro.conf.UseAppendAction[tuple[str, ...]],
     tyro.conf.arg(name="import", metavar="MODULE", help="Module, or file ending in .py, that registers systems of your own."),
@@ -62,7 +63,7 @@ _IMPORT = Annotated[
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a reported error, 130 for an interrupt."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options: Any = None
+    kind, options = type(None), None
     open_standard_streams()
     try:
         if arguments[:1] == ["--version"]:
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not arguments or arguments[0] not in COMMANDS:
             _show_commands(arguments)
         name, *rest = arguments
-        options = parse(options_of(name), rest)
+        kind = options_of(name)
+        options = parse(name, rest)
         run = import_module(f"lineartime.cli.{name}").run
         if name in ("train", "reproduce"):
             run(options, rest)
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LineartimeError as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(3)  # if the main process reports the same, torchrun ends this one meanwhile
-        return _fail(_sentence(error, options))
+        return _fail(_sentence(error, kind, options))
     except BrokenPipeError:  # the reader of the output, for instance `head`, has closed it
         discard(sys.stdout)
     except OSError as error:
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if not is_out_of_memory(error):
             raise
-        known = _flags(type(options))
+        known = _flags(kind)
         flags = [known[name] for name in ("batch_size", "context_length", "samples") if name in known]
         advice = f": use a smaller {' or '.join(flags)}." if flags else "."
         return _fail(f"This machine has too little memory{advice}")
@@ -112,34 +114,51 @@ def options_of(command: str) -> Any:
     return getattr(import_module(f"lineartime.cli.{command}"), f"{command.capitalize()}Options")
 
 
-def parse(options: type[OptionsOfCommand], arguments: Sequence[str]) -> OptionsOfCommand:
+def parse(command: str, arguments: Sequence[str]) -> Any:
     """Parse the options of a command, and import the modules that --import names.
 
     Exit with status 2 and a message if the arguments are wrong.
 
     Raises:
+        ArgumentError: for a value that the dataclass does not allow.
         LineartimeError: for a list that is given twice, of which tyro would keep the last values alone, and for an empty path,
             as of a variable that is not set, which would be the current folder; or if a module cannot be imported.
     """
+    options = options_of(command)
     flags = [word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")]
     for name, hint in get_type_hints(options, include_extras=True).items():
         kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         flag = f"--{name.replace('_', '-')}"
         if get_origin(kind) is tuple and tyro.conf.UseAppendAction not in marks and flags.count(flag) > 1:
             raise LineartimeError(f"{flag} is given twice, and only the last one would count: give all its values after one.")
-    own: Any = ("options", Annotated[options, tyro.conf.arg(name="")])
+    own: Any = ("options", Annotated[_unchecked(options), tyro.conf.arg(name="")])
     with_import: Any = make_dataclass("with_import", [own, ("modules", _IMPORT, ())])
-    command = options.__module__.rpartition(".")[2]
     parsed = tyro.cli(with_import, prog=f"lineartime {command}", description=COMMANDS[command], args=arguments)
-    found: OptionsOfCommand = parsed.options
-    empty = [name for name, value in vars(found).items() if value == Path() or value == (Path(),)]
+    values = vars(parsed.options)
+    empty = [name for name, value in values.items() if value == Path() or value == (Path(),)]
     if empty and any(word == "" or word.endswith("=") for word in arguments):
         raise LineartimeError(f"--{empty[0].replace('_', '-')} is an empty path: give one, or leave it out.")
     if parsed.modules:
         from lineartime.models.systems import import_modules
 
         import_modules([str(Path(name).absolute()) if name.endswith(".py") else name for name in parsed.modules])
-    return found
+    return options(**values)
+
+
+def _unchecked(options: type[Any]) -> Any:
+    """The dataclass with marks for tyro, and without its checks, whose errors tyro would show as those of the parser."""
+    hints, marked = get_type_hints(options, include_extras=True), list[Any]()
+    for each in fields(options):
+        hint = hints[each.name]
+        if each.name in POSITIONAL:
+            hint = Annotated[hint, tyro.conf.Positional, tyro.conf.arg(metavar=POSITIONAL[each.name])]
+        elif is_dataclass(hint):  # more options of the same command
+            hint = Annotated[hint, tyro.conf.OmitArgPrefixes]
+        else:
+            continue
+        marked.append((each.name, hint, field(default=each.default, default_factory=each.default_factory)))
+    without_checks = {"__post_init__": lambda self: None}
+    return make_dataclass("unchecked", marked, bases=(options,), namespace=without_checks, frozen=True)
 
 
 def _show_commands(arguments: Sequence[str]) -> None:
@@ -156,25 +175,22 @@ def _show_commands(arguments: Sequence[str]) -> None:
     tyro.cli(everything, prog="lineartime", description="Transformer quality in linear time.", args=arguments[:1])
 
 
-def _sentence(error: LineartimeError, options: Any) -> str:
+def _sentence(error: LineartimeError, kind: type, options: Any) -> str:
     """The message of an error, in which an option of this command takes the place of the argument of Python that is wrong."""
     if not isinstance(error, ArgumentError):
         return error.message
     name = error.argument.partition("[")[0]  # "context_lengths[1]" is a value of --context-lengths
     if getattr(options, f"{name}_file", None) is not None:  # a text that was read from a file
         name += "_file"
-    return f"{_flags(type(options)).get(name, error.argument)} {error.predicate}"
+    return f"{_flags(kind).get(name, error.argument)} {error.predicate}"
 
 
 def _flags(options: type) -> dict[str, str]:
     """How each argument is given on the command line: by its flag, or, if it has none, by its name."""
     flags = {}
-    for name, hint in get_type_hints(options, include_extras=True).items():
-        is_positional = tyro.conf.Positional in getattr(hint, "__metadata__", ())
-        flags[name] = name if is_positional else f"--{name.replace('_', '-')}"
-        group = getattr(hint, "__origin__", None)
-        if is_dataclass(group):
-            flags |= _flags(cast("type", group))
+    for name, hint in get_type_hints(options).items():
+        flags[name] = name if name in POSITIONAL else f"--{name.replace('_', '-')}"
+        flags |= _flags(hint) if isinstance(hint, type) and is_dataclass(hint) else {}
     return flags
 
 

@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from lineartime.cli.options import Checkpoint
 from lineartime.errors import ArgumentError
@@ -17,9 +14,9 @@ from lineartime.units import number_or_text
 class ConvertOptions:
     """The options of `lineartime convert`."""
 
-    source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]]
+    source: Path
     """Folder of a run, a checkpoint, a model of transformers or GAU-alpha; or a file of weights of FLASH-pytorch."""
-    destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DESTINATION")]]
+    destination: Path
     """Folder to write."""
     checkpoint: Checkpoint = None
     flash_pytorch: tuple[str, ...] = ()

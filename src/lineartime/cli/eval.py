@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from lineartime.choices import Context, Precision, RawIds, Split
-from lineartime.cli.options import Checkpoint, Device, Threads
+from lineartime.cli.options import Checkpoint, Device, Json, Threads
 from lineartime.errors import ArgumentError
 from lineartime.screen import SCREEN, new_table, output_console
 from lineartime.units import NOT_THERE, cell
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class EvalOptions:
     """The options of `lineartime eval`."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: tuple[Path, ...]
     """Folder of a run, or of one checkpoint; several are compared with the first one, window by window."""
     checkpoint: Checkpoint = None
     split: Split = "test"
@@ -59,8 +59,7 @@ class EvalOptions:
     threads: Threads = None
     cache: Path | None = None
     """Cache folder for encoded text; the default is lineartime in the user's cache folder."""
-    json: bool = False
-    """Print the result as one line of JSON."""
+    json: Json = False
 
 
 def run(options: EvalOptions) -> None:

@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
-
-from lineartime.cli.options import Checkpoint
+from lineartime.cli.options import Checkpoint, Run
 from lineartime.errors import ArgumentError
 from lineartime.screen import Progress
 
@@ -15,9 +13,8 @@ from lineartime.screen import Progress
 class ExportOptions:
     """The options of `lineartime export`."""
 
-    run: tyro.conf.Positional[Path]
-    """Folder of a run, or of one checkpoint."""
-    file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
+    run: Run
+    file: Path
     """File to write, ending in .pt2, or .onnx for ONNX."""
     part: Literal["step", "text"] = "step"
     """step: the next token of streams of a causal model, with the state as input and output; text: a whole text at once."""

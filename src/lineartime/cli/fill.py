@@ -3,11 +3,8 @@
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
-import tyro
-
-from lineartime.cli.options import Checkpoint, Device
+from lineartime.cli.options import Checkpoint, Device, Json, Run
 from lineartime.screen import new_table, output_console
 
 
@@ -15,16 +12,14 @@ from lineartime.screen import new_table, output_console
 class FillOptions:
     """The options of `lineartime fill`."""
 
-    run: tyro.conf.Positional[Path]
-    """Folder of a run, or of one checkpoint."""
+    run: Run
     text: str
     """Text with one or more [MASK], each of which replaces one token (with bytes, one byte)."""
     top: int = 5
     """Number of candidates to show for each mask."""
     checkpoint: Checkpoint = None
     device: Device = "auto"
-    json: bool = False
-    """Print the result as one line of JSON."""
+    json: Json = False
 
 
 def run(options: FillOptions) -> None:

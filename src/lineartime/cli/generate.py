@@ -9,9 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import tyro
-
-from lineartime.cli.options import Checkpoint, Device, Threads, read_text
+from lineartime.cli.options import Checkpoint, Device, Run, Threads, read_text
 from lineartime.files import check_new
 from lineartime.screen import SCREEN, Progress
 from lineartime.units import size
@@ -26,8 +24,7 @@ if TYPE_CHECKING:
 class GenerateOptions:
     """The options of `lineartime generate`."""
 
-    run: tyro.conf.Positional[Path]
-    """Folder of a run, or of one checkpoint."""
+    run: Run
     checkpoint: Checkpoint = None
     prompt: str = ""
     """Text to continue; an empty prompt begins a new document."""

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
-from lineartime.cli.options import Checkpoint, Device, read_text
+from lineartime.cli.options import Checkpoint, Device, Run, read_text
 from lineartime.errors import ArgumentError
 
 
@@ -13,8 +11,7 @@ from lineartime.errors import ArgumentError
 class InspectOptions:
     """The options of `lineartime inspect`."""
 
-    run: tyro.conf.Positional[Path]
-    """Folder of a run, or of one checkpoint."""
+    run: Run
     text: str = ""
     """Text to read."""
     text_file: Path | None = None

@@ -10,6 +10,8 @@ from lineartime import choices
 from lineartime.checkpoint import CheckpointChoice
 from lineartime.errors import ArgumentError, reporting_file_errors
 
+Run = Annotated[Path, tyro.conf.arg(help="Folder of a run, or of one checkpoint.")]
+Json = Annotated[bool, tyro.conf.arg(help="Print the result as one line of JSON.")]
 Checkpoint = Annotated[
     CheckpointChoice | None,
     tyro.conf.arg(

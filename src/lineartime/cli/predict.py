@@ -16,9 +16,9 @@ from lineartime.screen import Progress
 class PredictOptions:
     """The options of `lineartime predict`."""
 
-    run: tyro.conf.Positional[Path]
+    run: Path
     """Folder that `lineartime finetune` wrote."""
-    file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
+    file: Path
     """JSON lines or CSV with question and context, or the layout of SQuAD or TriviaQA; or texts as in training."""
     out: Path
     """New file of JSON lines with id, and answer or label; one in .json gets answers by id, for official scripts."""

@@ -4,8 +4,6 @@ import json
 import sys
 from dataclasses import dataclass
 
-import tyro
-
 from lineartime.errors import LineartimeError, did_you_mean
 from lineartime.screen import Progress, new_table, output_console
 
@@ -14,7 +12,7 @@ from lineartime.screen import Progress, new_table, output_console
 class PresetsOptions:
     """The options of `lineartime presets`."""
 
-    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    names: tuple[str, ...] = ()
     """Show only presets whose names contain one of these parts, such as tiny."""
     context_length: int = 4096
     """Context length, in tokens, for which operations and memory are counted."""

@@ -2,23 +2,8 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import tyro
-
-from lineartime.experiments.config import ReproduceConfig
-
-
-@dataclass(frozen=True)
-class ReproduceOptions(ReproduceConfig):
-    """The options of `lineartime reproduce`."""
-
-    name: tyro.conf.Positional[str] = ReproduceConfig.name
-    list: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.list
-    report: tyro.conf.FlagCreatePairsOff[bool] = ReproduceConfig.report
-
-    def __post_init__(self) -> None:
-        """Leave the checks to `ReproduceConfig`: tyro would show its errors as those of the parser."""
+from lineartime.experiments.config import ReproduceConfig as ReproduceOptions
 
 
 def run(options: ReproduceOptions, arguments: Sequence[str]) -> None:
@@ -31,6 +16,6 @@ def run(options: ReproduceOptions, arguments: Sequence[str]) -> None:
     from lineartime.experiments.command import reproduce
 
     try:
-        reproduce(ReproduceConfig(**vars(options)))
+        reproduce(options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"resume by: {shlex.join(['lineartime', 'reproduce', *arguments])}") from None

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from lineartime.errors import LineartimeError
 from lineartime.plots import check_picture
 from lineartime.runs.metrics import draw_comparison
@@ -24,7 +22,7 @@ _MOST_DRAWN = 8
 class RunsOptions:
     """The options of `lineartime runs`."""
 
-    folders: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"),)
+    folders: tuple[Path, ...] = (Path("runs"),)
     """Runs, or folders with runs in them, up to three levels down."""
     plot: Path | None = None
     """Plot to write; the default is runs.png in the first folder, or no plot with --json."""

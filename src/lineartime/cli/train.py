@@ -42,9 +42,6 @@ class TrainOptions(TrainConfig):
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Only print all options as TOML, for --config."""
 
-    def __post_init__(self) -> None:
-        """Leave the checks to `TrainConfig`: tyro would show its errors as those of the parser."""
-
 
 def run(options: TrainOptions, arguments: Sequence[str]) -> None:
     """Train, then print the best checkpoint."""

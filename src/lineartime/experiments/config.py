@@ -23,13 +23,12 @@ class ReproduceConfig:
     """Run an experiment of the paper, each model in a separate process, and compare the results with the paper's."""
 
     name: str = ""
-    """Experiment; the option list shows them."""
+    """Experiment: lm, next-ablation, mlm, pg19, gau-vs-mhsa, layer-ablation, chunk-size, local-global, memory, positions
+    or normalization."""
     scale: ScaleName = "cpu"
     """trial: toy models for seconds; cpu: hours on 2 cores; gpu: at most 8 minutes a run."""
     out: Path = Path("runs/reproduce")
     """Parent folder of the results; an existing experiment is resumed."""
-    list: bool = False
-    """Only show the experiments, or the runs of one, with their steps or seconds of training."""
     report: bool = False
     """Only rebuild the report from existing results."""
     data: tuple[str, ...] = ()
@@ -88,13 +87,14 @@ class ReproduceConfig:
         """Raise ArgumentError for a value that is not allowed."""
         from lineartime.experiments.catalogue import EXPERIMENTS, OPTIMIZERS
 
-        check_among("name", (self.name,) if self.name else (), EXPERIMENTS, "an experiment")
+        if not self.name:
+            raise ArgumentError("name", f"is missing: give an experiment, {', '.join(EXPERIMENTS)}.")
+        check_among("name", (self.name,), EXPERIMENTS, "an experiment")
         check_among("optimizers", self.optimizers, OPTIMIZERS, "an optimiser")
-        remembers = bool(self.name) and EXPERIMENTS[self.name].remembers
-        if self.name:
-            for name in ("budget", "tuning", *TEXT_OPTIONS) if remembers else TASK_OPTIONS:
-                if value := getattr(self, name):
-                    raise ArgumentError(name, f"is {shown_option(value)}, which {self.name} does not have: leave it out.")
+        remembers = EXPERIMENTS[self.name].remembers
+        for name in ("budget", "tuning", *TEXT_OPTIONS) if remembers else TASK_OPTIONS:
+            if value := getattr(self, name):
+                raise ArgumentError(name, f"is {shown_option(value)}, which {self.name} does not have: leave it out.")
         if self.rates and len(self.optimizers or OPTIMIZERS) > 1 and (self.optimizers or not remembers):
             found = f"is {shown_option(self.rates)}, but each optimiser has its own"
             raise ArgumentError("rates", f"{found}: give one in `optimizers`.")

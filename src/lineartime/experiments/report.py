@@ -95,7 +95,8 @@ def _names(paths: Iterable[str]) -> list[str]:
 def _row(plan: Plan, candidate: Candidate, seen: list[Run]) -> Row | None:
     """An arm in a setting, with its trials, its choice and its runs; None if nothing has run."""
     arm, setting, experiment = candidate.arm, candidate.setting, plan.experiment
-    trials, runs = read_trials(plan, candidate), _runs(candidate.folder)
+    seeds = takewhile(Path.exists, (candidate.folder / f"seed-{seed}" for seed in count()))
+    trials, runs = read_trials(plan, candidate), [read_run(folder) for folder in seeds]
     seen += [*trials.values(), *runs]
     if all(run.state == "missing" for run in (*trials.values(), *runs)):
         return None
@@ -125,12 +126,6 @@ def _row(plan: Plan, candidate: Candidate, seen: list[Run]) -> Row | None:
         "state_bytes": next((run.outcome.get("state_bytes") for run in runs if run.final), None),  # of a stream after a text
         "runs": [_run(run, speed) for run in runs],
     }
-
-
-def _runs(folder: Path) -> list[Run]:
-    """The runs of all seeds that have begun."""
-    folders = (folder / f"seed-{seed}" for seed in count())
-    return [read_run(each) for each in takewhile(Path.exists, folders)]
 
 
 def _run(run: Run, speed: float | None) -> dict[str, Any]:

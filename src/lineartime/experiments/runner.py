@@ -12,9 +12,10 @@ import signal
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -36,8 +37,6 @@ from lineartime.training.loop import train
 
 State = Literal["missing", "interrupted", "finished", "failed"]
 """An interrupted run is to be resumed; one that failed has an error, and is not repeated."""
-Perform = Callable[[Job], int]
-"""Does a job and returns its exit status."""
 INTERRUPTED = 130
 """The exit status of a process that was asked to stop."""
 OUTCOME_FILE = "outcome.json"
@@ -45,6 +44,8 @@ OUTCOME_FILE = "outcome.json"
 LOG_FILE = "log.txt"
 MEMORY_TRAINING = {"beta2": 0.98, "weight_decay": 0.1}
 """Options of training on tasks: with them, small models leave chance sooner than with those of language models."""
+say = partial(print, file=SCREEN, flush=True)
+"""Tell what happens meanwhile, on standard error."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,8 @@ def _final_job(plan: Plan, candidate: Candidate, seed: int) -> Job:
     return Job(folder, "run", setting, options, tests, plan.scale.test_tokens)
 
 
-def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = None) -> list[str]:
-    """Run the selected jobs that have not finished, one after the other, by default each in a process of its own.
+def run_all(plan: Plan) -> list[str]:
+    """Run the selected jobs that have not finished, one after the other, each in a process of its own.
 
     Returns a sentence for each run that is not as it should be. Raises LineartimeError for a missing device or compiler, and
     KeyboardInterrupt as soon as a run that was asked to stop has done so.
@@ -187,20 +188,20 @@ def run_all(plan: Plan, say: Callable[[str], None], perform: Perform | None = No
         for job in all_jobs(plan):
             problem = job.problem
             if not problem and job.options.get("steps", 1) is not None:  # otherwise, that its speed is missing is told
-                problem = _do(job, say, perform or in_own_process)
+                problem = _do(job)
             if problem and problem not in problems:
                 problems[problem] = None
                 say(f"  {problem}")
     return [*problems]
 
 
-def _do(job: Job, say: Callable[[str], None], perform: Perform) -> str:
+def _do(job: Job) -> str:
     """Do a job unless it has ended, and return a sentence if it is not as it should be."""
     run = read_run(job.folder)
     if run.state in ("missing", "interrupted"):
         steps = f", {job.options['steps']:,} steps" if job.options.get("steps") else ""
         say(f"{'resuming ' if run.state == 'interrupted' else ''}{job.name}{steps}")
-        status = perform(job)
+        status = in_own_process(job)
         run = read_run(job.folder)
         if status == INTERRUPTED:
             raise KeyboardInterrupt
