@@ -118,9 +118,6 @@ class Counting(Loader):
         self.read = row + 1
         return torch.tensor([row + 1, 0])
 
-    def _position(self) -> dict[str, Any]:
-        return {"rows": self._rows_read}
-
     def _seek(self, state: dict[str, Any]) -> None:
         self.read = state["rows"]
 

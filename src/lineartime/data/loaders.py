@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,13 +116,14 @@ class Loader(ABC):
 
         Raises LineartimeError if that run read its text in a different way.
         """
-        self._discard()
+        if self._ahead is not None:
+            self._ahead.exception()  # waits for the step that is being prepared
+        self._ahead = None
         self._seek(state)
         self._rows_read, self._state = state["rows"], None
 
     def close(self) -> None:
-        """Stop the thread; no step may follow."""
-        self._discard()
+        """Stop the thread, when it has prepared its step; no step may follow."""
         self._thread.shutdown()
 
     def _prepare(self) -> tuple[list[Batch], State]:
@@ -132,17 +133,12 @@ class Loader(ABC):
         self._rows_read += self._rows.per_step
         return batches, self._position()
 
-    def _discard(self) -> None:
-        if self._ahead is not None:
-            self._ahead.exception()  # waits for the step that is being prepared
-        self._ahead = None
-
     @abstractmethod
     def _window(self, row: int) -> Tensor:
         """The tokens of a row, int64 [T + 1]; rows are asked for in ascending order."""
 
-    @abstractmethod
-    def _position(self) -> State: ...
+    def _position(self) -> State:
+        return {"rows": self._rows_read}  # of all processes
 
     @abstractmethod
     def _seek(self, state: State) -> None: ...
@@ -182,22 +178,11 @@ class CachedLoader(Loader):
         start = self._offset + int(self._order[row - self._first_row]) * self._context_length
         return read_window(self._stream, start, self._context_length + 1)
 
-    def _position(self) -> State:
-        return {"rows": self._rows_read}  # of all processes; nothing else is needed
-
     def _seek(self, state: State) -> None:
         if "processes" in state:
             streamed = "The run streamed its text, and cannot continue with encoded text"
             raise LineartimeError(f"{streamed}: resume it with its options.")
         self._begin_epoch(0, 0)
-
-
-class _Example(NamedTuple):
-    """The tokens of an example, and the epoch and the state of the data set from which to read it again."""
-
-    epoch: int
-    source: State | None
-    ids: NDArray[np.int64]
 
 
 class StreamingLoader(Loader):
@@ -225,21 +210,19 @@ class StreamingLoader(Loader):
 
     def _window(self, row: int) -> Tensor:
         stop = self._used + self._context_length + 1
-        length = sum(len(example.ids) for example in self._held)
+        length = sum(len(ids) for _, ids in self._held)
         while length < stop:
             self._held.append(next(self._examples))
-            length += len(self._held[-1].ids)
-        tokens = np.concatenate([example.ids for example in self._held])
-        window = torch.from_numpy(tokens[self._used : stop])
+            length += len(self._held[-1][1])
+        window = torch.from_numpy(np.concatenate([ids for _, ids in self._held])[self._used : stop])
         self._used += self._context_length
-        while self._used >= len(self._held[0].ids):
-            self._used -= len(self._held.popleft().ids)
+        while self._used >= len(self._held[0][1]):
+            self._used -= len(self._held.popleft()[1])
         return window
 
     def _position(self) -> State:
-        oldest = self._held[0]
-        own = {"epoch": oldest.epoch, "source": oldest.source, "used": self._used}
-        return {"rows": self._rows_read, "of": self._rows.ranks, "processes": {str(self._rows.rank): own}}
+        own = {**self._held[0][0], "used": self._used}
+        return {**super()._position(), "of": self._rows.ranks, "processes": {str(self._rows.rank): own}}
 
     def _seek(self, state: State) -> None:
         if state.get("of") != self._rows.ranks:
@@ -249,8 +232,8 @@ class StreamingLoader(Loader):
             )
         self._begin(**state["processes"][str(self._rows.rank)])
 
-    def _read(self, epoch: int, source: State | None) -> Iterator[_Example]:
-        """The examples of this process's share from a state on, endlessly, without empty ones."""
+    def _read(self, epoch: int, source: State | None) -> Iterator[tuple[State, NDArray[np.int64]]]:
+        """Where to read each example of this process's share again, and its tokens, endlessly, without empty ones."""
         name, tokenizer = self._source.name, self._make.tokenizer
         datasets_library(f"Streaming {name}")
         from datasets.distributed import split_dataset_by_node
@@ -268,7 +251,8 @@ class StreamingLoader(Loader):
                 for example in dataset:
                     ids = tokenizer.encode_batch([text for text in self._source.texts(example) if text])
                     if ids:
-                        yield _Example(epoch, source, np.concatenate([np.append(x, tokenizer.end_of_document) for x in ids]))
+                        tokens = np.concatenate([np.append(x, tokenizer.end_of_document) for x in ids])
+                        yield {"epoch": epoch, "source": source}, tokens
                         is_empty = False
                     source = dataset.state_dict()
             if is_empty:
