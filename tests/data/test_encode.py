@@ -14,8 +14,8 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
 from lineartime.data import JsonTokenizer
 from lineartime.data import tokens as encode_module
-from lineartime.data.tokens import encoded, write_tokens
-from lineartime.data.train_tokenizer import _train_bpe
+from lineartime.data.tokenizers import _train_bpe, encoded
+from lineartime.data.tokens import write_tokens
 from lineartime.generation import PromptState
 from lineartime.text_generation import _masked_ids, prompt_ids
 
@@ -70,7 +70,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "Llama 2": llama2,
     "T5": unigram,
     "WordPiece": word_piece,
-    "own BPE": lambda: tokenizers.Tokenizer.from_str(_train_bpe(tokenizers, iter([WORDS, MIXED]), 500)),
+    "own BPE": lambda: tokenizers.Tokenizer.from_str(_train_bpe(iter([WORDS, MIXED]), 500)),
 }
 
 

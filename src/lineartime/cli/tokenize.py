@@ -42,7 +42,7 @@ class TokenizeOptions:
 def run(options: TokenizeOptions) -> None:
     """Train the tokenizer and write it, or write the text as token ids, and print how many there are."""
     from lineartime.data import describe_splits, load_corpus, train_tokenizer
-    from lineartime.data.train_tokenizer import check_tokenizer_options
+    from lineartime.data.tokenizers import check_tokenizer_options
 
     reading = (options.data, options.text_column, options.include, options.exclude, options.raw_ids)
     if options.format != "tokenizer":

@@ -3,13 +3,12 @@
 import hashlib
 import json
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple
+from typing import IO, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ from lineartime.data.folders import SHARES, SPLITS, FilePart
 from lineartime.data.progress import Progress
 from lineartime.data.readers import BLOCK
 from lineartime.data.shards import Piece, Shards, id_dtype, mapped, read_pieces, unmarked, write_ids
-from lineartime.data.tokenizers import Tokenizer, fingerprint
+from lineartime.data.tokenizers import Tokenizer, encoded, fingerprint
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import Count, Matching
 from lineartime.files import read_file, remove_abandoned, write_atomically
@@ -28,8 +27,6 @@ from lineartime.files import read_file, remove_abandoned, write_atomically
 _FORMAT = 6  # part of every file's name: increase it when the same input would give other tokens
 _HASHED = 1 << 26  # tokens that are hashed together
 PART = 1 << 20  # characters of a document that a core encodes at once
-# Places at which tokenizers begin a word, whatever is before it, if its space belongs to it; lines are for text without spaces.
-_WORD, _LINE = re.compile(r"(?<=\w)(?= \w)"), re.compile(r"(?<=\n)(?=\S)")
 
 
 @dataclass(frozen=True)
@@ -200,47 +197,3 @@ def write_tokens(
         if counts["n_tokens"] == max_tokens:
             break
     return counts
-
-
-class Part(NamedTuple):
-    """A part of a document."""
-
-    text: str
-    is_first: bool
-    is_last: bool
-
-
-def encoded(tokenizer: Tokenizer, documents: Iterable[Iterator[str]], size: int) -> Iterator[tuple[Part, NDArray[np.int64]]]:
-    """Encode documents, each given as blocks of text, on all cores: yields the parts of each that has any text.
-
-    A document of more than twice `size` characters is cut where words begin, so that it has the tokens of its whole text.
-    """
-    cut = chain.from_iterable(parts(document, size) for document in documents)
-    while batch := list(_next(cut, size * (os.cpu_count() or 1))):
-        begins, goes_on = (
-            iter(tokenizer.encode_batch([part.text for part in batch if part.is_first == is_first], inside=not is_first))
-            for is_first in (True, False)
-        )
-        for part in batch:
-            yield part, next(begins if part.is_first else goes_on)
-
-
-def _next(parts: Iterator[Part], length: int) -> Iterator[Part]:
-    """The next parts, together of `length` characters or more."""
-    while length > 0 and (part := next(parts, None)) is not None:
-        yield part
-        length -= len(part.text)
-
-
-def parts(blocks: Iterator[str], size: int) -> Iterator[Part]:
-    """Cut a document between words, or where there are none, between lines, or else anywhere."""
-    text, is_first = "", True
-    for block in blocks:
-        text += block
-        while len(text) > 2 * size:
-            found = _WORD.search(text, size, 2 * size) or _LINE.search(text, size, 2 * size)
-            cut = found.start() if found else 2 * size
-            yield Part(text[:cut], is_first, False)
-            text, is_first = text[cut:], False
-    if text:
-        yield Part(text, is_first, True)
