@@ -86,16 +86,13 @@ def test_each_corpus_has_its_own_documents() -> None:
 
 
 @pytest.mark.usefixtures("mirror")
-def test_the_lines_of_wikitext_are_joined_into_articles_which_are_not_streamed() -> None:
+def test_the_lines_of_wikitext_are_joined_into_articles() -> None:
     for name in ("wikitext", "hub:Salesforce/wikitext/wikitext-2-raw-v1"):
         assert texts(name, "test") == [
             " \n",
             " = First = \n \n It begins . \n = = Part = = \n \n",
             " = Second = \n It ends . \n",
         ]
-        source = load_corpus(name).sources[0]
-        with pytest.raises(LineartimeError, match=f"^{name} cannot be streamed: encode it beforehand"):
-            source.texts(next(iter(source.examples("train"))))
     with pytest.raises(LineartimeError, match=r"text_column is line, but hub:Salesforce/.* has no columns: leave it at text"):
         load_corpus("hub:Salesforce/wikitext/wikitext-2-raw-v1", "line")
 

@@ -357,15 +357,13 @@ def test_ids_beyond_the_vocabulary_are_named_with_their_place(tmp_path: Path) ->
         read_window(stream, 4_999_000, 2000)
 
 
-def test_ids_and_text_are_not_mixed_and_ids_are_not_streamed(tmp_path: Path) -> None:
+def test_ids_and_text_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("text " * 999)
     shards = ASSETS / "megatron" / "int32_text_document"
     with pytest.raises(
         LineartimeError, match=r"int32_text_document.bin holds token ids, and other files of .* text: give files"
     ):
         token_stream(load_corpus([shards, tmp_path / "train.txt"]), "train", BYTES, tmp_path)
-    with pytest.raises(LineartimeError, match=r"holds token ids, which are read where they lie: leave out `streaming`"):
-        load_corpus(shards).sources[0].examples("train")
 
 
 def test_ten_gigabytes_are_neither_read_nor_held_at_the_start(tmp_path: Path) -> None:

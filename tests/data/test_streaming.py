@@ -20,21 +20,20 @@ FILES = [[f"<{file}.{number}{'x' * ((7 * number + 3 * file) % 23)}>" for number 
 
 def write(file: Path, texts: list[str]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    if file.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=3)
-    else:
-        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=3)
 
 
-@pytest.fixture(params=["a data set of the hub", "files"])
-def corpus(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
-    monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path / "mirror"))
+@pytest.fixture(autouse=True)
+def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def corpus(mirror: Path) -> Corpus:
     for number, texts in enumerate(FILES):
-        write(tmp_path / f"mirror/emozilla/pg19/data/train-{number:05d}-of-00003.parquet", texts)
-        write(tmp_path / f"json/train-{number}.jsonl", texts)
-    for split in SPLITS[1:]:
-        write(tmp_path / f"json/{split}.jsonl", ["text"])
-    return load_corpus("pg19" if "hub" in request.param else tmp_path / "json")
+        write(mirror / f"emozilla/pg19/data/train-{number:05d}-of-00003.parquet", texts)
+    return load_corpus("pg19")
 
 
 def loader(corpus: Corpus, rank: int = 0, ranks: int = 1, context: int = CONTEXT, **options: Any) -> StreamingLoader:
@@ -79,9 +78,8 @@ def test_stream_stopped_and_resumed_twice_goes_on_as_if_it_had_not_been(
             assert [step(one) for one in running] == expected[number]
 
 
-def test_stream_leaves_out_held_out_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path))
-    write(tmp_path / "org/whole/data.parquet", [f"text {i}" for i in range(100)])
+def test_stream_leaves_out_held_out_documents(mirror: Path) -> None:
+    write(mirror / "org/whole/data.parquet", [f"text {i}" for i in range(100)])
     corpus = load_corpus("hub:org/whole")
     held_out = {"".join(blocks) for split in SPLITS[1:] for blocks in corpus.documents(split)}
     one = loader(corpus, context=100)
@@ -90,27 +88,24 @@ def test_stream_leaves_out_held_out_documents(tmp_path: Path, monkeypatch: pytes
     assert not any(f"{document}text" in text for document in held_out)
 
 
-def test_state_of_a_stream_stays_small_however_long_the_documents(tmp_path: Path) -> None:
+def test_state_of_a_stream_stays_small_however_long_the_documents(mirror: Path) -> None:
     text = "".join(f"line {i}\n" for i in range(60_000))  # longer than a block
-    write(tmp_path / "train.jsonl", [text] * 3)
-    one = loader(load_corpus(tmp_path / "train.jsonl"), context=4096)
+    for split in SPLITS:
+        write(mirror / f"org/long/{split}.parquet", [text] * 3)
+    one = loader(load_corpus("hub:org/long"), context=4096)
     tokens = [token for _ in range(20) for batch in one.next_step() for token in batch.inputs.flatten().tolist()]
     assert BYTES.decode(tokens) == text[: 20 * 4 * 4096]
     assert len(json.dumps(one.state())) < 1000
 
 
-def test_text_that_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", ["one", "two", "three"])
-    (tmp_path / "a.txt").write_text("text\n" * 100)
-    (tmp_path / "b.jsonl").write_text('{"text": "abc"}\n{"txt": "abc"}\n')
-    few = load_corpus(tmp_path / "a.jsonl")
+def test_text_that_cannot_be_streamed_is_refused(mirror: Path, corpus: Corpus) -> None:
+    write(mirror / "a.parquet", ["one", "two", "three"])
+    for split in SPLITS:
+        write(mirror / f"org/few/{split}.parquet", ["one"])
     with pytest.raises(LineartimeError, match=r"fewer documents than processes \(2\): use fewer processes"):
-        loader(few, 1, 2)
-    with pytest.raises(LineartimeError, match=r"a.txt is one long text and cannot be streamed"):
-        loader(load_corpus(tmp_path / "a.txt"))
-    with pytest.raises(LineartimeError, match=r"^data is .*, but a stream is a single text: give one"):
-        loader(load_corpus([str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]))
-    with pytest.raises(LineartimeError, match=r'b.jsonl, line 2, has no "text"'):
-        loader(load_corpus(tmp_path / "b.jsonl")).next_step()
+        loader(load_corpus("hub:org/few"), 1, 2)
+    for given in (str(mirror / "a.parquet"), "wikitext", ["pg19", "hub:org/few"]):
+        with pytest.raises(LineartimeError, match=r"^data is .*, but a stream is one data set of the hub whose rows are doc"):
+            loader(load_corpus(given))
     with pytest.raises(LineartimeError, match="to no processes and cannot continue in 1"):
-        loader(few).restore({"rows": 8})
+        loader(corpus).restore({"rows": 8})

@@ -13,7 +13,7 @@ from lineartime.data.batches import (
     spread_windows,
     text_length,
 )
-from lineartime.data.corpora import Corpus, LocalCorpus, is_corpus_name, load_corpus, missing_split, no_text, portable_identity
+from lineartime.data.corpora import Corpus, LocalCorpus, is_corpus_name, load_corpus, missing_split, no_text
 from lineartime.data.tokenizers import (
     ByteTokenizer,
     JsonTokenizer,
@@ -48,7 +48,6 @@ __all__ = [
     "merge_states",
     "missing_split",
     "no_text",
-    "portable_identity",
     "read_tokenizer",
     "read_window",
     "size_to_train",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lineartime.choices import Task
 from lineartime.data.corpora import Corpus
-from lineartime.data.hub import datasets_library, reporting_read_errors
+from lineartime.data.hub import HubCorpus, datasets_library, reporting_read_errors
 from lineartime.data.shards import unmarked
 from lineartime.data.tokenizers import Tokenizer
 from lineartime.data.tokens import TokenStream
@@ -328,7 +328,7 @@ class CachedLoader(Loader):
 
 
 class StreamingLoader(Loader):
-    """Encodes this process's share of the training documents while reading them: a row is the next window of T + 1 tokens.
+    """Encodes this process's share of a data set of the hub while reading it: a row is the next window of T + 1 tokens.
 
     The last token of a window is the first of the next. A share that ends starts again. A run continues with as many processes.
 
@@ -338,11 +338,11 @@ class StreamingLoader(Loader):
 
     def __init__(self, corpus: Corpus, make: BatchMaker, context_length: int, rows: Rows) -> None:
         super().__init__(make, context_length, rows)
-        sources = corpus.having("train")
-        if len(sources) > 1:
-            problem = f"is {corpus.name}, but a stream is a single text: give one, or encode them beforehand"
-            raise ArgumentError("data", f"{problem}, without `streaming`.")
-        self._source = sources[0]
+        source, *others = corpus.having("train")
+        if others or not isinstance(source, HubCorpus) or source.lines:
+            problem = f"is {corpus.name}, but a stream is one data set of the hub whose rows are documents"
+            raise ArgumentError("data", f"{problem}: give one, or encode the text beforehand, without `streaming`.")
+        self._source = source
         self._begin(0, None, 0)  # a text that cannot be read is an error now
 
     def _begin(self, epoch: int, source: State | None, used: int) -> None:

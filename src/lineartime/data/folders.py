@@ -46,11 +46,6 @@ class FilePart:
         read_as = f"{self.file.format_suffix}:{self.file.column}:{self.is_alone:d}:{self.at_lines}{self.file.raw_ids or ''}"
         return f"{self.path.resolve()}:{'+'.join(self.splits)}:{self.file.version}:{read_as}"
 
-    def portable_identity(self) -> str:
-        """Like `identity`, but the same for a copy of the file elsewhere: by its name and size."""
-        kind = ":csv" if self.file.format_suffix in (".csv", ".tsv") else ""
-        return f"{self.path.name}:{'+'.join(self.splits)}:{self.is_alone:d}:{self.file.column}:{self.file.version[0]}{kind}"
-
     def documents(self) -> Iterator[Iterator[str]]:
         """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
         if self.file.has_ids:
