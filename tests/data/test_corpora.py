@@ -9,7 +9,8 @@ import pytest
 from lineartime.choices import Split
 from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, describe_splits, load_corpus, token_stream
 from lineartime.data.corpora import standard_library
-from lineartime.data.folders import SPLITS, split_of_path
+from lineartime.data.folders import split_of_path
+from lineartime.data.readers import SPLITS
 from lineartime.errors import LineartimeError
 
 

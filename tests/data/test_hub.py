@@ -12,8 +12,8 @@ import pytest
 
 from lineartime.choices import Split
 from lineartime.data import Corpus, describe_splits, load_corpus
-from lineartime.data.folders import SPLITS
 from lineartime.data.hub import HUB
+from lineartime.data.readers import SPLITS
 from lineartime.errors import LineartimeError
 
 ARTICLE = (

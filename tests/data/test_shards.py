@@ -28,7 +28,7 @@ from lineartime.data import (
 )
 from lineartime.data import shards as shards_module
 from lineartime.data import tokens as tokens_module
-from lineartime.data.folders import SPLITS
+from lineartime.data.readers import SPLITS
 from lineartime.data.shards import unmarked
 from lineartime.data.tokens import write_shard
 from lineartime.errors import LineartimeError

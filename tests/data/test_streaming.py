@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from lineartime.data import BatchMaker, ByteTokenizer, Corpus, Rows, StreamingLoader, load_corpus, merge_states
-from lineartime.data.folders import SPLITS
+from lineartime.data.readers import SPLITS
 from lineartime.errors import LineartimeError
 
 BYTES = ByteTokenizer()

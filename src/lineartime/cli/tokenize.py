@@ -66,7 +66,7 @@ def run(options: TokenizeOptions) -> None:
 def _write_ids(options: TokenizeOptions, kind: ShardKind, reading: tuple[Any, ...]) -> None:
     """Write every split of the text as token ids, and the tokenizer beside them."""
     from lineartime.data import describe_splits, load_corpus, token_stream
-    from lineartime.data.folders import SPLITS
+    from lineartime.data.readers import SPLITS
     from lineartime.data.tokens import write_shard
     from lineartime.training.setup import choose_tokenizer
 

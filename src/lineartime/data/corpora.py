@@ -8,8 +8,6 @@ from typing import Any
 
 from lineartime.choices import DEFAULT_TEXT, TEXT_COLUMN, RawIds, Split
 from lineartime.data.folders import (
-    SPLITS,
-    FilePart,
     Files,
     FilesOfText,
     by_file,
@@ -20,7 +18,7 @@ from lineartime.data.folders import (
     within_files,
 )
 from lineartime.data.hub import HUB, PREFIX, HubCorpus, hub_corpus, mirror
-from lineartime.data.readers import SourceFile
+from lineartime.data.readers import SPLITS, SourceFile
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, reporting_file_errors
 from lineartime.fields import check_type
 
@@ -43,7 +41,7 @@ class LocalCorpus:
     @property
     def has_columns(self) -> bool:
         """Whether some files hold records."""
-        return any(part.file.has_records for parts in self.splits.values() for part in parts)
+        return any(part.has_records for parts in self.splits.values() for part in parts)
 
     def describe(self, split: Split) -> str | None:
         """The files of a split."""
@@ -58,7 +56,7 @@ class LocalCorpus:
         for part in self.parts(split):
             yield from part.documents()
 
-    def parts(self, split: Split) -> list[FilePart]:
+    def parts(self, split: Split) -> list[SourceFile]:
         """The files, or parts of files, of a split."""
         if split != "all":
             return self.splits.get(split, [])
@@ -209,7 +207,7 @@ def standard_library() -> Corpus:
     files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)]
     if not files:
         raise LineartimeError(f"There is no Python source in {root}, the standard library: give a text of your own.")
-    return Corpus((LocalCorpus(DEFAULT_TEXT, by_file(root, [FilePart(SourceFile(file)) for file in files])),))
+    return Corpus((LocalCorpus(DEFAULT_TEXT, by_file(root, [SourceFile(file) for file in files])),))
 
 
 def _hutter(name: str) -> LocalCorpus:
@@ -221,4 +219,4 @@ def _hutter(name: str) -> LocalCorpus:
             f"There is no file {name} or {name}.zip here: download http://mattmahoney.net/dc/{name}.zip into this folder, or "
             "into the folder that LINEARTIME_MIRROR names."
         )
-    return LocalCorpus(name, within_files([FilePart(SourceFile(file), at_lines=False)]))
+    return LocalCorpus(name, within_files([SourceFile(file, at_lines=False)]))

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.choices import TEXT_COLUMN, Split
-from lineartime.data.folders import SPLITS, named_split, pieces, split_of
-from lineartime.data.readers import missing_column
+from lineartime.data.folders import named_split
+from lineartime.data.readers import SPLITS, missing_column, pieces, split_of
 from lineartime.errors import ArgumentError, LineartimeError, require_packages, typed_first_line
 
 Example = dict[str, Any]

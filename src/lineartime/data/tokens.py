@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from lineartime.choices import ShardKind, Split
 from lineartime.data.corpora import Corpus, LocalCorpus
-from lineartime.data.folders import SHARES, SPLITS, FilePart
 from lineartime.data.progress import Progress
-from lineartime.data.readers import BLOCK
+from lineartime.data.readers import BLOCK, SHARES, SPLITS, SourceFile
 from lineartime.data.shards import Piece, Shards, id_dtype, mapped, read_pieces, unmarked, write_ids
 from lineartime.data.tokenizers import Tokenizer, encoded, fingerprint
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
@@ -83,18 +82,18 @@ def token_stream(
     return TokenStream(name, tokens, facts.n_bytes, facts.n_words, facts.digest, facts.n_documents, is_cut)
 
 
-def _parts_of_ids(corpus: Corpus, split: Split) -> list[FilePart]:
+def _parts_of_ids(corpus: Corpus, split: Split) -> list[SourceFile]:
     """The parts of a split that hold token ids. Raises LineartimeError if others hold text."""
     parts = [each for source in corpus.sources if isinstance(source, LocalCorpus) for each in source.parts(split)]
-    ids = [part for part in parts if part.file.has_ids]
+    ids = [part for part in parts if part.has_ids]
     if ids and (len(ids) < len(parts) or not all(isinstance(source, LocalCorpus) for source in corpus.sources)):
         raise LineartimeError(f"{ids[0].path} holds token ids, and other files of {corpus.name} text: give files of one kind.")
     return ids
 
 
-def _pieces(part: FilePart, cache: Path) -> Iterator[Piece]:
+def _pieces(part: SourceFile, cache: Path) -> Iterator[Piece]:
     """The ids of a file, or of some splits of it, which are cut by position: a document ends there."""
-    pieces = read_pieces(part.file, cache)
+    pieces = read_pieces(part, cache)
     if not part.splits:
         yield from pieces
         return
