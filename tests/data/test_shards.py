@@ -34,6 +34,9 @@ from lineartime.data.tokens import write_shard
 from lineartime.errors import LineartimeError
 from lineartime.training.config import TrainConfig
 
+from .conftest import documents as texts_of
+from .conftest import write
+
 UNPACKED = TemporaryDirectory()  # until the end of the tests
 ASSETS = Path(UNPACKED.name)
 shutil.unpack_archive(Path(__file__).parent.parent / "assets" / "shards.zip", ASSETS)
@@ -84,7 +87,7 @@ def test_shards_of_other_packages_have_their_documents_and_each_token_is_in_one_
 @pytest.mark.parametrize("name", ["mds-text", "mds-text-zstd", "litdata", "litdata-columns", "webdataset"])
 def test_shards_of_text_have_their_texts(name: str) -> None:
     corpus = load_corpus(ASSETS / name)
-    assert ["".join(blocks) for blocks in corpus.documents("all")] == EXPECTED["texts"]
+    assert texts_of(corpus) == EXPECTED["texts"]
     assert corpus.notes == ()
 
 
@@ -92,13 +95,6 @@ def llm_c(magic: int = 20240520, version: int = 1, dtype: Any = np.uint16, count
     header = np.zeros(256, np.int32)
     header[:3] = magic, version, count
     return header.tobytes() + np.array(FLAT, dtype).tobytes()
-
-
-def write(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder
 
 
 SHORT, LONG = np.array(FLAT, np.uint16).tobytes(), np.array(FLAT, np.uint32).tobytes()
@@ -180,11 +176,9 @@ def test_limit_of_tokens_counts_the_documents_that_begin_before_it(tmp_path: Pat
 
 
 def test_few_ids_beside_text_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("a text of words, again and again\n" * 50)
-    np.save(tmp_path / "text" / "labels.npy", np.arange(20))
-    corpus = load_corpus(tmp_path / "text")
-    assert "".join(chain.from_iterable(corpus.documents("all"))).startswith("a text of words")
+    np.save(write(tmp_path, {"a.txt": "a text of words, again and again\n" * 50}) / "labels.npy", np.arange(20))
+    corpus = load_corpus(tmp_path)
+    assert texts_of(corpus)[0].startswith("a text of words")
     assert any("labels.npy" in note for note in corpus.notes)
 
 
