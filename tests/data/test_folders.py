@@ -98,12 +98,3 @@ def test_utf_16_is_not_taken_for_binary(folder: Path) -> None:
     (folder / "windows.txt").write_text("some text", encoding="utf-16")
     with pytest.raises(LineartimeError, match=r"windows.txt is not UTF-8 .*iconv -f utf-16 .* leave the file out"):
         documents(load_corpus(folder))
-
-
-def test_a_column_that_no_file_has_is_an_error(tmp_path: Path) -> None:
-    """The wrong column must not train a model on braces and quotes."""
-    for name, content in (("rows.json", b'[{"body": "some text"}]'), ("rows.csv", b"body\nsome text\n")):
-        write(tmp_path / name, {"README.md": b"About these files.", name: content})
-        with pytest.raises(ArgumentError, match=rf"^text_column is text, but .*{name}, .* [12], has the columns body"):
-            documents(load_corpus(tmp_path / name))
-        assert documents(load_corpus(tmp_path / name, "body", include=["rows.*"])) == ["some text"]

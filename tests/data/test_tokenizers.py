@@ -184,15 +184,6 @@ def test_overlong_words_do_not_slow_down_training(tmp_path: Path, monkeypatch: p
     assert any("b" * 499 in text for text in learned)
 
 
-def test_text_without_spaces_gives_a_tokenizer_that_knows_them(tmp_path: Path) -> None:
-    file = tmp_path / "zh.txt"
-    file.write_text("天地玄黄宇宙洪荒日月盈昃辰宿列张\n" * 200)
-    tokenizer = train_tokenizer(load_corpus(file), 560)
-    ids = tokenizer.encode("a  b 天").tolist()
-    assert tokenizer.decode(ids) == stream_decoded(tokenizer, ids) == "a  b 天"
-    assert len(tokenizer.encode(" ")) == 1
-
-
 def test_an_option_names_a_tokenizer(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = load_corpus(text)
     for choice in (None, "bytes"):
