@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.choices import DEFAULT_TEXT, TEXT_COLUMN, RawIds, Split
-from lineartime.data.folders import (
-    Files,
-    FilesOfText,
-    by_file,
-    by_name,
-    completed,
-    describe_parts,
-    own_split,
-    within_files,
-)
+from lineartime.data.folders import Files, FilesOfText, by_file, by_name, completed, describe_parts, own_split
 from lineartime.data.hub import HUB, PREFIX, HubCorpus, hub_corpus, mirror
 from lineartime.data.readers import SPLITS, SourceFile
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, reporting_file_errors
@@ -219,4 +210,4 @@ def _hutter(name: str) -> LocalCorpus:
             f"There is no file {name} or {name}.zip here: download http://mattmahoney.net/dc/{name}.zip into this folder, or "
             "into the folder that LINEARTIME_MIRROR names."
         )
-    return LocalCorpus(name, within_files([SourceFile(file, at_lines=False)]))
+    return LocalCorpus(name, completed({"train": [SourceFile(file, at_lines=False)]}))

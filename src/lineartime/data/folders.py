@@ -97,13 +97,8 @@ def completed(named: Files) -> Files:
     kept = tuple(split for split in SPLITS if split not in missing)
     parts = [replace(part, is_alone=len(named["train"]) == 1) for part in named["train"]]
     cut: Files = {split: [replace(part, splits=(split,)) for part in parts] for split in missing}
-    # One part for all that is left of a file: a stream reads every part as often as any other.
+    # All that is left of a file is one part, which is read once.
     return {**named, **cut, "train": [replace(part, splits=kept) for part in parts]}
-
-
-def within_files(parts: Sequence[SourceFile]) -> Files:
-    """Take all splits from within each file."""
-    return {split: [replace(part, splits=(split,), is_alone=len(parts) == 1) for part in parts] for split in SPLITS}
 
 
 def by_file(root: Path, parts: Sequence[SourceFile]) -> Files:
@@ -112,7 +107,7 @@ def by_file(root: Path, parts: Sequence[SourceFile]) -> Files:
     If these would get more than twice their shares, all splits are taken from within each file.
     """
     if len(parts) < len(SPLITS):
-        return within_files(parts)
+        return completed({"train": list(parts)})
     sizes = {part: part.path.stat().st_size for part in parts}
     total = sum(sizes.values())
 
@@ -132,7 +127,7 @@ def by_file(root: Path, parts: Sequence[SourceFile]) -> Files:
             size += sizes[part]
     splits["train"] = left
     fair = all(_bytes(splits[split]) <= 2 * total * SHARES[split] for split in ("validation", "test"))
-    return splits if fair else within_files(parts)
+    return splits if fair else completed({"train": list(parts)})
 
 
 def describe_parts(parts: Iterable[SourceFile]) -> str:

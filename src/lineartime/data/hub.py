@@ -144,7 +144,7 @@ class HubCorpus:
         """The rows of a split as an IterableDataset."""
         if self.files is not None:
             self.identity(split)  # raises a clear error for missing files
-            rows = self._load(self.folder, data_files={split: self.files[split]}, split=split)
+            rows = self._load(self.folder, {"data_files": {split: self.files[split]}, "split": split})
             if self.halves and split != "train":
                 parity = int(split == "test")
                 rows = rows.filter(lambda _, index: index % 2 == parity, with_indices=True)
@@ -178,20 +178,18 @@ class HubCorpus:
             for row in rows:
                 yield from self.texts(row)
 
-    def _load(self, path: Path | None, **options: Any) -> Any:
-        """Some rows as an IterableDataset, from a folder or from the hub. Raises LineartimeError if they cannot be read."""
+    def _load(self, path: Path | None, *splits: dict[str, Any]) -> Any:
+        """Splits, one after another, as an IterableDataset, from a folder or from the hub. Raises LineartimeError."""
         datasets = datasets_library(f"Reading {self.name}")
-        if path is None:
-            options["revision"] = self.revision
+        common = {"streaming": True} if path else {"streaming": True, "revision": self.revision}
         with reporting_read_errors(self.name):
-            return datasets.load_dataset(str(path or self.repository), streaming=True, **options)
+            loaded = [datasets.load_dataset(str(path or self.repository), **split, **common) for split in splits]
+            return loaded[0] if len(loaded) == 1 else datasets.concatenate_datasets(loaded)
 
     def _published_rows(self, names: list[str]) -> Any:
         """The rows of published splits, one after another."""
         path, config = self._place
-        loaded = [self._load(path, name=config, split=name) for name in names]
-        with reporting_read_errors(self.name):
-            return loaded[0] if len(loaded) == 1 else datasets_library("").concatenate_datasets(loaded)
+        return self._load(path, *({"name": config, "split": name} for name in names))
 
     @property
     def _place(self) -> tuple[Path | None, str | None]:
