@@ -1,6 +1,5 @@
 """Tokenizers: text to tokens and back, whole, token by token and in parts, those that are trained, and their names."""
 
-import io
 import json
 import re
 import sys
@@ -22,7 +21,7 @@ from lineartime.cli import main
 from lineartime.data import ByteTokenizer, JsonTokenizer, load_corpus, read_tokenizer, tokenizer_for, train_tokenizer
 from lineartime.data import tokens as tokens_module
 from lineartime.data.tokenizers import Tokenizer, _train_bpe, encoded, named_tokenizer
-from lineartime.data.tokens import write_tokens
+from lineartime.data.tokens import _beginning
 from lineartime.errors import LineartimeError
 from lineartime.generation import PromptState
 from lineartime.text_generation import _masked_ids, prompt_ids
@@ -326,9 +325,9 @@ def test_a_limit_in_a_document_counts_the_beginning_of_its_text(kind: str, monke
     monkeypatch.setattr(tokens_module, "PART", 100)
     tokenizer, text = tokenizer_of(kind), MIXED[:300] + WORDS
     for most in range(1, len(tokenizer.encode(text)), 23):
-        counts = write_tokens(io.BytesIO(), np.dtype(np.uint16), [iter([text])], tokenizer, most, lambda _: None)
-        beginning = tokenizer.beginning(text, most)
-        assert (counts["n_bytes"], counts["n_words"]) == (len(beginning.encode()), len(beginning.split()))
+        parts, ids = zip(*_beginning(tokenizer, [iter([text])], most), strict=True)
+        assert sum(map(len, ids)) == most
+        assert "".join(part.text for part in parts) == tokenizer.beginning(text, most)
 
 
 @pytest.mark.parametrize("kind", ["T5", "Llama 2", "ByteLevel with a space before"])

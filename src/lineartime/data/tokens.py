@@ -4,11 +4,11 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from lineartime.data.corpora import Corpus, LocalCorpus
 from lineartime.data.progress import Progress
 from lineartime.data.readers import BLOCK, SHARES, SPLITS, SourceFile
 from lineartime.data.shards import Piece, Shards, id_dtype, mapped, read_pieces, unmarked, write_ids
-from lineartime.data.tokenizers import Tokenizer, encoded, fingerprint
+from lineartime.data.tokenizers import Part, Tokenizer, encoded, fingerprint
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import Count, Matching
 from lineartime.files import read_file, remove_abandoned, write_atomically
@@ -153,46 +153,38 @@ def _write(
         file.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(file.parent, r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial")  # other programs may use the same folder
         try:
+            counts = np.zeros(4, np.int64)
             with Progress(f"encoding {corpus.name}, {split}") as progress, partial.open("wb") as opened:
-                counts = write_tokens(opened, dtype, corpus.documents(split), tokenizer, max_tokens, progress.advance)
+                for part, ids in _beginning(tokenizer, corpus.documents(split), max_tokens):
+                    opened.write(ids.astype(dtype).tobytes())
+                    n_bytes = len(part.text.encode())
+                    counts += (len(ids), n_bytes, len(part.text.split()), part.is_first)
+                    progress.advance(n_bytes)
             tokens = mapped(partial, dtype)
             hashes = [hashlib.sha256(tokens[start : start + _HASHED].data) for start in range(0, len(tokens) or 1, _HASHED)]
             digest = hashlib.sha256("".join(each.hexdigest() for each in hashes).encode()).hexdigest()[:12]
             partial.replace(file)
-            write_atomically(about, json.dumps({**counts, "digest": digest}, indent=1))
+            facts = dict(zip(("n_tokens", "n_bytes", "n_words", "n_documents"), counts.tolist(), strict=True))
+            write_atomically(about, json.dumps({**facts, "digest": digest}, indent=1))
         finally:
             partial.unlink(missing_ok=True)
 
 
-def write_tokens(
-    file: IO[bytes],
-    dtype: np.dtype[Any],
-    documents: Iterable[Iterator[str]],
-    tokenizer: Tokenizer,
-    max_tokens: int | None,
-    advance: Callable[[int], None],
-) -> dict[str, int]:
-    """Encode and write documents, up to `max_tokens` in total; return the numbers of tokens, bytes, words and documents.
+def _beginning(
+    tokenizer: Tokenizer, documents: Iterable[Iterator[str]], max_tokens: int | None
+) -> Iterator[tuple[Part, NDArray[np.int64]]]:
+    """The parts of documents with their tokens and the ends of documents, up to `max_tokens` in total.
 
-    `advance` is called with the bytes of each part. If only the first `max_tokens` are wanted, little is encoded at once: a
-    token is seldom longer than 8 characters.
+    If only these are wanted, little is encoded at once: a token is seldom longer than 8 characters.
     """
-    counts = {"n_tokens": 0, "n_bytes": 0, "n_words": 0, "n_documents": 0}
     size = PART if max_tokens is None else min(PART, max(BLOCK, 8 * max_tokens))
-    for part, ids in encoded(tokenizer, documents, size):
-        text, ends = part.text, part.is_last
-        if max_tokens is not None and counts["n_tokens"] + len(ids) >= max_tokens:
-            ends, left = False, max_tokens - counts["n_tokens"]
-            text = text if len(ids) == left else tokenizer.beginning(text, left, not part.is_first)
-            ids = ids[:left]
-        ids = np.append(ids, tokenizer.end_of_document) if ends else ids
-        file.write(ids.astype(dtype).tobytes())
-        n_bytes = len(text.encode())
-        counts["n_tokens"] += len(ids)
-        counts["n_bytes"] += n_bytes
-        counts["n_words"] += len(text.split())
-        counts["n_documents"] += part.is_first
-        advance(n_bytes)
-        if counts["n_tokens"] == max_tokens:
-            break
-    return counts
+    left = max_tokens
+    for part, own in encoded(tokenizer, documents, size):
+        ids = np.append(own, tokenizer.end_of_document) if part.is_last else own
+        if left is not None and left < len(ids):
+            text = part.text if left == len(own) else tokenizer.beginning(part.text, left, not part.is_first)
+            part, ids = part._replace(text=text), ids[:left]
+        yield part, ids
+        left = None if left is None else left - len(ids)
+        if left == 0:
+            return
