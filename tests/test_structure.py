@@ -172,13 +172,13 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30820,
-    "all tests": 22470,
+    "all source": 30730,
+    "all tests": 22410,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
     "cli": 1340,
-    "data": 2980,
+    "data": 2880,
     "evaluation": 560,
     "experiments": 1840,
     "finetuning": 1400,
