@@ -9,12 +9,11 @@ import pytest
 from lineartime.choices import Split
 from lineartime.data import ByteTokenizer, Corpus, LocalCorpus, describe_splits, load_corpus, token_stream
 from lineartime.data.corpora import standard_library
-from lineartime.data.folders import SPLITS, split_of_path
+from lineartime.data.folders import split_of_path
+from lineartime.data.readers import SPLITS
 from lineartime.errors import LineartimeError
 
-
-def documents(corpus: Corpus, split: Split) -> list[str]:
-    return ["".join(blocks) for blocks in corpus.documents(split)]
+from .conftest import documents, write
 
 
 def files(corpus: Corpus) -> dict[Split, list[Path]]:
@@ -23,11 +22,9 @@ def files(corpus: Corpus) -> dict[Split, list[Path]]:
     return {split: [part.path for part in parts] for split, parts in source.splits.items()}
 
 
-def write(root: Path, *names: str, lines: int = 100) -> None:
+def write_names(root: Path, *names: str) -> None:
     """Write texts of the same lines, each of which is the name of its file."""
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"{name}\n" * lines)
+    write(root, {name: f"{name}\n" * 100 for name in names})
 
 
 def test_the_standard_library_is_large_and_split_by_file() -> None:
@@ -41,11 +38,11 @@ def test_the_standard_library_is_large_and_split_by_file() -> None:
 
 
 def test_files_keep_their_splits_when_another_is_added(tmp_path: Path) -> None:
-    write(tmp_path, *(f"{i:02}.txt" for i in range(40)))
+    write_names(tmp_path, *(f"{i:02}.txt" for i in range(40)))
     held_out = {split: [path.stem for path in found] for split, found in files(load_corpus(tmp_path)).items()}
     assert held_out["test"] == ["14", "21"]  # as ever: what was held out must not be trained on later
     assert held_out["validation"] == ["15", "09"]
-    write(tmp_path, "new.txt")
+    write_names(tmp_path, "new.txt")
     after = files(load_corpus(tmp_path))["train"]
     assert len({path.stem for path in after} ^ {*held_out["train"], "new"}) <= 2
 
@@ -60,9 +57,7 @@ def test_empty_files_and_names_that_are_no_text_do_no_harm(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("sizes", [[1000] * 3, [1000] * 9, [9000, 9000, *[200] * 10], [10, 10_000, 10, 10]])
 def test_few_or_large_files_leave_most_of_the_text_for_training(sizes: list[int], tmp_path: Path) -> None:
-    for number, size in enumerate(sizes):
-        (tmp_path / f"{number}.txt").write_text("line\n" * (size // 5))
-    corpus = load_corpus(tmp_path)
+    corpus = load_corpus(write(tmp_path, {f"{number}.txt": "line\n" * (size // 5) for number, size in enumerate(sizes)}))
     read = {split: sum(map(len, documents(corpus, split))) for split in SPLITS}
     assert sum(read.values()) == sum(sizes)
     assert read["train"] >= 0.8 * sum(sizes)
@@ -70,23 +65,20 @@ def test_few_or_large_files_leave_most_of_the_text_for_training(sizes: list[int]
 
 
 def test_a_missing_split_takes_records_of_the_files_for_training(tmp_path: Path) -> None:
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i}"}}\n' for i in range(100)))
-    corpus = load_corpus(tmp_path)
+    rows = {f"{name}.jsonl": "".join(f'{{"text": "{name} {i}"}}\n' for i in range(100)) for name in ("train", "test")}
+    corpus = load_corpus(write(tmp_path, rows))
     assert files(corpus)["train"] == [tmp_path / "train.jsonl"]  # what is left of it is one part
     train, validation = (documents(corpus, split) for split in ("train", "validation"))
     assert sorted(train + validation) == sorted(f"train {i}" for i in range(100))
     assert 1 <= len(validation) <= 10
-    for number in range(400):  # of many small files
-        write(tmp_path / "many", f"train/{number}.jsonl")
-        (tmp_path / "many" / "train" / f"{number}.jsonl").write_text(f'{{"text": "{number}"}}\n')
-    read = {split: documents(load_corpus(tmp_path / "many"), split) for split in SPLITS}
+    many = write(tmp_path / "many", {f"train/{number}.jsonl": f'{{"text": "{number}"}}\n' for number in range(400)})
+    read = {split: documents(load_corpus(many), split) for split in SPLITS}
     assert sorted(int(text) for texts in read.values() for text in texts) == list(range(400))
     assert all(10 < len(read[split]) < 40 for split in ("validation", "test"))
 
 
 def test_links_are_followed_but_not_to_what_is_read_anyway(tmp_path: Path) -> None:
-    write(tmp_path, "other/a.txt")
+    write_names(tmp_path, "other/a.txt")
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "more").symlink_to(tmp_path / "other")
     assert documents(load_corpus(tmp_path / "books"), "all") == ["other/a.txt\n" * 100]
@@ -116,10 +108,7 @@ MODULES = {f"module{number}.py": 10 for number in range(9)}
 def test_what_is_named_for_testing_is_never_trained_on(
     tmp_path: Path, given: str, sizes: dict[str, int], train: list[str], held_out: list[str], left_out: str
 ) -> None:
-    root = tmp_path / given
-    for name, size in sizes.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text("x" * size)
+    root = write(tmp_path / given, {name: "x" * size for name, size in sizes.items()})
     corpus = load_corpus(root)
     found = {split: {path.relative_to(root).as_posix() for path in paths} for split, paths in files(corpus).items()}
     assert found.get("train", set()) == set(train)
@@ -144,7 +133,7 @@ def test_a_split_is_a_whole_word_in_the_nearest_name_or_held_out_in_any() -> Non
 
 @pytest.mark.parametrize(("name", "given"), [("test.txt",) * 2, ("test/a.txt", "test"), ("folder/test/en/a.txt", "folder")])
 def test_a_text_that_is_a_test_split_is_all_of_it_and_nothing_else(tmp_path: Path, name: str, given: str) -> None:
-    write(tmp_path, name)
+    write_names(tmp_path, name)
     corpus = load_corpus(tmp_path / given)
     assert documents(corpus, "test") == documents(corpus, "all") == [f"{name}\n" * 100]
     with pytest.raises(LineartimeError, match=r"^data is .*, which, .* file names, has a test split but no train split: give"):
@@ -154,12 +143,12 @@ def test_a_text_that_is_a_test_split_is_all_of_it_and_nothing_else(tmp_path: Pat
 
 
 def test_a_text_that_is_named_for_training_alone_is_divided(tmp_path: Path) -> None:
-    write(tmp_path, "train.txt", "train/a.txt", "my-test/a.txt")
+    write_names(tmp_path, "train.txt", "train/a.txt", "my-test/a.txt")
     for given in ("train.txt", "train", "my-test"):
         sizes = [len(documents(load_corpus(tmp_path / given), split)[0]) for split in SPLITS]
         assert all(sizes)
         assert 0.89 < sizes[0] / sum(sizes) < 0.93
-    write(tmp_path / "books", "training-day.txt", *MODULES)
+    write_names(tmp_path / "books", "training-day.txt", *MODULES)
     corpus = load_corpus(tmp_path / "books")  # in which that is a name like the others
     assert sorted(documents(corpus, "all")) == sorted(f"{name}\n" * 100 for name in ("training-day.txt", *MODULES))
     assert all(documents(corpus, split) for split in SPLITS)
@@ -167,10 +156,10 @@ def test_a_text_that_is_named_for_training_alone_is_divided(tmp_path: Path) -> N
 
 def test_texts_with_the_names_of_splits_are_one_folder(tmp_path: Path) -> None:
     names = [f"wiki.{word}.txt" for word in ("train", "valid", "test")]
-    write(tmp_path / "a", *names)
+    write_names(tmp_path / "a", *names)
     for given in ([tmp_path / "a" / name for name in names], tmp_path / "a"):
         assert [documents(load_corpus(given), split) for split in SPLITS] == [[f"{name}\n" * 100] for name in names]
-    write(tmp_path, "train/1.txt", "train/2.txt", "test/1.txt")
+    write_names(tmp_path, "train/1.txt", "train/2.txt", "test/1.txt")
     apart = load_corpus([tmp_path / "train", tmp_path / "test"])
     assert describe_splits(apart) == [
         "train:      95% of 2 files (1.txt, 2.txt)",
@@ -182,9 +171,7 @@ def test_texts_with_the_names_of_splits_are_one_folder(tmp_path: Path) -> None:
 
 def test_several_texts_are_put_together_split_by_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "b.txt"):
-        Path(name).write_text(name[0] * 1000)
-    Path("test.txt").write_text("test")
+    write(tmp_path, {"a.txt": "a" * 1000, "b.txt": "b" * 1000, "test.txt": "test"})
     corpus = load_corpus(["a.txt", Path("b.txt"), "test.txt"])
     assert documents(corpus, "train") == ["a" * 900, "b" * 900]
     assert documents(corpus, "test") == ["test", "a" * 50, "b" * 50]
@@ -198,8 +185,7 @@ def test_several_texts_are_put_together_split_by_split(tmp_path: Path, monkeypat
 
 
 def test_a_column_of_a_text_without_columns_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "a.jsonl").write_text('{"body": "text"}\n')
+    write(tmp_path, {"a.txt": "text", "a.jsonl": '{"body": "text"}\n'})
     with pytest.raises(LineartimeError, match=r"^text_column is body, but .*a.txt has no columns: leave it at text"):
         load_corpus(tmp_path / "a.txt", "body")
     assert documents(load_corpus([tmp_path / "a.txt", tmp_path / "a.jsonl"], "body"), "all") == ["text", "text"]
@@ -242,7 +228,7 @@ def test_enwik8_and_text8_are_split_by_position_alone(tmp_path: Path, monkeypatc
 
 
 def test_the_identity_of_a_split_follows_its_files(tmp_path: Path) -> None:
-    write(tmp_path, "a.txt")
+    write_names(tmp_path, "a.txt")
     before = [load_corpus(tmp_path / "a.txt").identity(split) for split in SPLITS]
     assert len(set(before)) == 3
     assert [load_corpus(tmp_path / "a.txt").identity(split) for split in SPLITS] == before

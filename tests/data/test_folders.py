@@ -6,34 +6,25 @@ from pathlib import Path, PurePath
 
 import pytest
 
-from lineartime.data import Corpus, LocalCorpus, load_corpus
+from lineartime.data import LocalCorpus, load_corpus
 from lineartime.data.folders import matches
 from lineartime.errors import ArgumentError, LineartimeError
+
+from .conftest import documents, write
 
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 IDS = bytes(range(256)) * 8
 
 
-def write(root: Path, files: dict[str, bytes]) -> None:
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write(tmp_path, {name: name.encode() for name in ("a.md", "b.txt", "src/c.py", "src/deep/d.py", "notes/e.md")})
-    return tmp_path
+    return write(tmp_path, {name: name for name in ("a.md", "b.txt", "src/c.py", "src/deep/d.py", "notes/e.md")})
 
 
 def chosen(folder: Path, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> set[str]:
     (source,) = load_corpus(folder, include=include, exclude=exclude).sources
     assert isinstance(source, LocalCorpus)
     return {part.path.relative_to(folder).as_posix() for parts in source.splits.values() for part in parts}
-
-
-def read(corpus: Corpus) -> list[str]:
-    return ["".join(document) for document in corpus.documents("all")]
 
 
 def test_a_pattern_matches_names_or_paths_from_the_folder_on() -> None:
@@ -99,20 +90,11 @@ def test_a_binary_file_alone_or_most_of_a_folder_is_an_error(tmp_path: Path) -> 
         "pipe": r"pipe, which is neither a file nor a folder: write the text to a file",
     }.items():
         with pytest.raises(LineartimeError, match=message):
-            read(load_corpus(tmp_path / name))
+            documents(load_corpus(tmp_path / name))
     assert chosen(tmp_path / "ids", include=["*.md"]) == {"README.md"}
 
 
 def test_utf_16_is_not_taken_for_binary(folder: Path) -> None:
     (folder / "windows.txt").write_text("some text", encoding="utf-16")
     with pytest.raises(LineartimeError, match=r"windows.txt is not UTF-8 .*iconv -f utf-16 .* leave the file out"):
-        read(load_corpus(folder))
-
-
-def test_a_column_that_no_file_has_is_an_error(tmp_path: Path) -> None:
-    """The wrong column must not train a model on braces and quotes."""
-    for name, content in (("rows.json", b'[{"body": "some text"}]'), ("rows.csv", b"body\nsome text\n")):
-        write(tmp_path / name, {"README.md": b"About these files.", name: content})
-        with pytest.raises(ArgumentError, match=rf"^text_column is text, but .*{name}, .* [12], has the columns body"):
-            read(load_corpus(tmp_path / name))
-        assert read(load_corpus(tmp_path / name, "body", include=["rows.*"])) == ["some text"]
+        documents(load_corpus(folder))

@@ -11,10 +11,12 @@ import pyarrow.parquet
 import pytest
 
 from lineartime.choices import Split
-from lineartime.data import Corpus, describe_splits, load_corpus
-from lineartime.data.folders import SPLITS
+from lineartime.data import describe_splits, load_corpus
 from lineartime.data.hub import HUB
+from lineartime.data.readers import SPLITS
 from lineartime.errors import LineartimeError
+
+from .conftest import documents, write
 
 ARTICLE = (
     "\n_START_ARTICLE_\nKaliningrad\n_START_PARAGRAPH_\nIt is a city._NEWLINE_It has a port.\n_START_SECTION_\nHistory\n"
@@ -23,7 +25,7 @@ ARTICLE = (
 LINES = ["", " = First = \n", "", " It begins . \n", " = = Part = = \n", "", " = Second = \n", " It ends . \n"]
 
 
-def write(file: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.suffix == ".gz":
         file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
@@ -31,26 +33,26 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
 
 
-@pytest.fixture
-def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(name="mirror")
+def filled_mirror(mirror: Path) -> Path:
     """Repositories of a few rows with the columns and file names of the hub, and data sets that have no name of their own."""
     for split in SPLITS:
         for shard in range(2):
             rows: list[dict[str, Any]] = [{"wikidata_id": "Q1", "text": ARTICLE.replace("city", f"{split} {shard}")}]
-            write(tmp_path / f"google/wiki40b/en/{split}-{shard:05d}-of-00002.parquet", rows)
+            write_rows(mirror / f"google/wiki40b/en/{split}-{shard:05d}-of-00002.parquet", rows)
         rows = [{"short_book_title": f"Book {i}", "text": f"{split} book {i} "} for i in range(3)]
-        write(tmp_path / f"emozilla/pg19/data/{split}-00000-of-00001.parquet", rows)
+        write_rows(mirror / f"emozilla/pg19/data/{split}-00000-of-00001.parquet", rows)
         for config in ("wikitext-103-raw-v1", "wikitext-2-raw-v1"):
             rows = [{"text": line} for line in LINES]
-            write(tmp_path / f"Salesforce/wikitext/{config}/{split}-00000-of-00001.parquet", rows)
+            write_rows(mirror / f"Salesforce/wikitext/{config}/{split}-00000-of-00001.parquet", rows)
     for split, shards in (("train", 3), ("validation", 2)):
         for shard in range(shards):
             rows = [{"text": f"{split} {shard}.{i}", "url": "http://c"} for i in range(3)]
-            write(tmp_path / f"allenai/c4/en/c4-{split}.{shard:05d}-of-{shards:05d}.json.gz", rows)
-        write(tmp_path / f"org/stories/data/{split}-00000-of-00001.parquet", [{"body": f"{split} {i}"} for i in range(100)])
+            write_rows(mirror / f"allenai/c4/en/c4-{split}.{shard:05d}-of-{shards:05d}.json.gz", rows)
+        write_rows(mirror / f"org/stories/data/{split}-00000-of-00001.parquet", [{"body": f"{split} {i}"} for i in range(100)])
     for config in ("en", "de"):
-        write(tmp_path / f"org/articles/{config}/train-00000-of-00001.parquet", [{"text": config}])
-        write(tmp_path / f"org/articles/{config}/test_matched-00000-of-00001.parquet", [{"text": f"{config} test"}])
+        write_rows(mirror / f"org/articles/{config}/train-00000-of-00001.parquet", [{"text": config}])
+        write_rows(mirror / f"org/articles/{config}/test_matched-00000-of-00001.parquet", [{"text": f"{config} test"}])
     published = {"train": "train", "dev": "test", "test_matched": "test", "test_other": "train", "unlabelled": "train"}
     configs = [
         {
@@ -59,18 +61,13 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         }
         for config in ("en", "de")
     ]
-    (tmp_path / "org/articles/README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")  # JSON is YAML
-    write(tmp_path / "plain/rows.parquet", [{"text": f"row {i}"} for i in range(200)])
-    monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path))
-    return tmp_path
-
-
-def read(corpus: Corpus, split: Split) -> list[str]:
-    return ["".join(blocks) for blocks in corpus.documents(split)]
+    (mirror / "org/articles/README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")  # JSON is YAML
+    write_rows(mirror / "plain/rows.parquet", [{"text": f"row {i}"} for i in range(200)])
+    return mirror
 
 
 def texts(name: str, split: Split) -> list[str]:
-    return read(load_corpus(name), split)
+    return documents(load_corpus(name), split)
 
 
 @pytest.mark.usefixtures("mirror")
@@ -86,16 +83,13 @@ def test_each_corpus_has_its_own_documents() -> None:
 
 
 @pytest.mark.usefixtures("mirror")
-def test_the_lines_of_wikitext_are_joined_into_articles_which_are_not_streamed() -> None:
+def test_the_lines_of_wikitext_are_joined_into_articles() -> None:
     for name in ("wikitext", "hub:Salesforce/wikitext/wikitext-2-raw-v1"):
         assert texts(name, "test") == [
             " \n",
             " = First = \n \n It begins . \n = = Part = = \n \n",
             " = Second = \n It ends . \n",
         ]
-        source = load_corpus(name).sources[0]
-        with pytest.raises(LineartimeError, match=f"^{name} cannot be streamed: encode it beforehand"):
-            source.texts(next(iter(source.examples("train"))))
     with pytest.raises(LineartimeError, match=r"text_column is line, but hub:Salesforce/.* has no columns: leave it at text"):
         load_corpus("hub:Salesforce/wikitext/wikitext-2-raw-v1", "line")
 
@@ -119,21 +113,18 @@ def test_the_identity_on_the_hub_is_the_newest_commit_or_the_last_that_was_seen(
     corpus = replace(HUB["wiki40b"])  # which has not looked for it yet
     with pytest.raises(LineartimeError, match=r"^Cannot reach google/wiki40b on the Hugging Face hub \(.+\): check the"):
         corpus.identity("train")
-    folder, commit = tmp_path / "datasets--google--wiki40b", "a1" * 20
-    for file, content in (("refs/main", commit), (f"snapshots/{commit}/README.md", "")):
-        (folder / file).parent.mkdir(parents=True)
-        (folder / file).write_text(content)
-    assert corpus.identity("train") == f"google/wiki40b:train:en/train-*.parquet:{commit}"
+    write(tmp_path / "datasets--google--wiki40b", {"refs/main": "a1" * 20, f"snapshots/{'a1' * 20}/README.md": ""})
+    assert corpus.identity("train") == f"google/wiki40b:train:en/train-*.parquet:{'a1' * 20}"
 
 
 @pytest.mark.usefixtures("mirror")
 def test_any_data_set_of_the_hub_is_read_by_its_name() -> None:
     corpus = load_corpus("hub:org/stories", "body")
-    assert read(corpus, "validation") == [f"validation {i}" for i in range(100)]
-    train, test = read(corpus, "train"), read(corpus, "test")
+    assert documents(corpus, "validation") == [f"validation {i}" for i in range(100)]
+    train, test = documents(corpus, "train"), documents(corpus, "test")
     assert 1 <= len(test) <= 10
     assert sorted(train + test) == sorted(f"train {i}" for i in range(100))
-    assert len(read(corpus, "all")) == 200
+    assert len(documents(corpus, "all")) == 200
     assert describe_splits(corpus) == [
         "train:      95% of split train of hub:org/stories",
         "validation: split validation of hub:org/stories",
@@ -144,12 +135,12 @@ def test_any_data_set_of_the_hub_is_read_by_its_name() -> None:
 @pytest.mark.usefixtures("mirror")
 def test_the_third_part_of_a_name_is_a_configuration() -> None:
     corpus = load_corpus("hub:org/articles/lang-de")
-    assert [read(corpus, split) for split in SPLITS] == [["de"], ["de test"], ["de test", "de"]]
-    assert read(load_corpus("hub:org/articles/en"), "test") == ["en test"]  # of a mirror, a folder will do
+    assert [documents(corpus, split) for split in SPLITS] == [["de"], ["de test"], ["de test", "de"]]
+    assert documents(load_corpus("hub:org/articles/en"), "test") == ["en test"]  # of a mirror, a folder will do
     message = "^data is hub:org/articles{}, but must name one of the configurations lang-en, lang-de: hub:org/articles/lang-en."
     for wrong in ("", "/lang-fr"):
         with pytest.raises(LineartimeError, match=message.format(wrong)):
-            read(load_corpus(f"hub:org/articles{wrong}"), "train")
+            documents(load_corpus(f"hub:org/articles{wrong}"), "train")
     for name in ("hub:", "hub:org/", "hub:a/b/c/d"):
         with pytest.raises(LineartimeError, match=f"^data is {name}, but must be hub:ORG/NAME or hub:ORG/NAME/CONFIG"):
             load_corpus(name)
@@ -164,18 +155,18 @@ def test_documents_are_held_out_of_a_data_set_without_splits_wherever_they_stand
 
 def test_a_column_that_a_data_set_lacks_is_named_with_those_it_has(mirror: Path) -> None:
     with pytest.raises(LineartimeError, match=r"^text_column is text, but hub:org/stories has the columns body: name the one"):
-        read(load_corpus("hub:org/stories"), "validation")
-    write(mirror / "org/chat/train.parquet", [{"text": ["a", "b"]}])
+        documents(load_corpus("hub:org/stories"), "validation")
+    write_rows(mirror / "org/chat/train.parquet", [{"text": ["a", "b"]}])
     with pytest.raises(LineartimeError, match=r'^hub:org/chat has \[.* in "text" instead of a text: choose another column'):
-        read(load_corpus("hub:org/chat"), "all")
+        documents(load_corpus("hub:org/chat"), "all")
 
 
 def test_the_identity_follows_the_files_of_the_split_and_the_column(mirror: Path) -> None:
     corpora = [load_corpus("wiki40b"), *(load_corpus("hub:org/stories", column) for column in ("text", "body"))]
     before = [{split: corpus.identity(split) for split in SPLITS} for corpus in corpora]
     assert len({identity for each in before for identity in each.values()}) == 9
-    write(mirror / "google/wiki40b/en/train-00001-of-00002.parquet", [{"text": "other"}])
-    write(mirror / "org/stories/data/train-00000-of-00001.parquet", [{"body": "other"}])
+    write_rows(mirror / "google/wiki40b/en/train-00001-of-00002.parquet", [{"text": "other"}])
+    write_rows(mirror / "org/stories/data/train-00000-of-00001.parquet", [{"body": "other"}])
     assert all(corpus.identity("train") != each["train"] for corpus, each in zip(corpora, before, strict=True))
     assert corpora[0].identity("test") == before[0]["test"]
 
@@ -196,7 +187,7 @@ def test_a_data_set_is_asked_of_the_hub_at_the_newest_commit(monkeypatch: pytest
     monkeypatch.setattr(datasets, "get_dataset_split_names", splits)
     monkeypatch.setattr(datasets, "load_dataset", load)
     corpus = load_corpus("hub:org/name/config")
-    assert read(corpus, "test") == ["a"]
+    assert documents(corpus, "test") == ["a"]
     assert asked == [
         (("org/name", "config"), {"revision": "abc123"}),
         (("org/name",), {"name": "config", "revision": "abc123", "split": "test", "streaming": True}),
@@ -208,7 +199,7 @@ def test_a_data_set_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.M
     monkeypatch.delenv("LINEARTIME_MIRROR", raising=False)
     corpus = load_corpus("hub:org/name")
     message = r"^Cannot reach org/name on the Hugging Face hub \(.+\): check the name and the network, or set"
-    for ask in (lambda: corpus.identity("train"), lambda: read(corpus, "train")):
+    for ask in (lambda: corpus.identity("train"), lambda: documents(corpus, "train")):
         with pytest.raises(LineartimeError, match=message):
             ask()
     assert describe_splits(corpus)[0] == "train:      hub:org/name"

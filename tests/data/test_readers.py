@@ -19,9 +19,8 @@ import pytest
 import zstandard
 
 from lineartime.choices import Split
-from lineartime.data import folders, load_corpus, readers
-from lineartime.data.folders import SPLITS, FilePart
-from lineartime.data.readers import BLOCK, SourceFile
+from lineartime.data import load_corpus, readers
+from lineartime.data.readers import BLOCK, SPLITS, SourceFile
 from lineartime.errors import ArgumentError, LineartimeError
 
 
@@ -48,7 +47,7 @@ TEXTS = ["one\ntwo, three", "", 'four "five"\r\nsix', "日本 é 🚀\n", "x" * 
 
 
 def read(path: Path, split: Split | None = None, column: str = "text") -> list[str]:
-    part = FilePart(SourceFile(path, column), () if split is None else (split,))
+    part = SourceFile(path, column, splits=() if split is None else (split,))
     return ["".join(blocks) for blocks in part.documents()]
 
 
@@ -82,8 +81,7 @@ WRITERS: dict[str, Callable[[list[str]], bytes]] = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (readers, folders):
-        monkeypatch.setattr(module, "BLOCK", 7)  # cuts lines and characters
+    monkeypatch.setattr(readers, "BLOCK", 7)  # cuts lines and characters
 
 
 def test_a_compressed_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
@@ -244,7 +242,7 @@ def test_a_long_line_is_a_document_like_any_other(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
     (tmp_path / "a.txt").write_text(text)
     for file in ("a.jsonl", "a.txt"):
-        (document,) = FilePart(SourceFile(tmp_path / file)).documents()
+        (document,) = SourceFile(tmp_path / file).documents()
         lengths = [len(block) for block in document]
         assert sum(lengths) == len(text)
         assert max(lengths) <= BLOCK

@@ -194,10 +194,13 @@ def test_context_longer_than_the_held_out_text_is_measured_in_shorter_windows(
 
 
 @pytest.mark.parametrize("options", [{"optimizer": "muon", "parallel": "ddp"}, {"streaming": True}], ids=["muon", "stream"])
-def test_two_processes_resume_to_the_bit(config: MakeConfig, launch: Launch, tmp_path: Path, options: dict[str, Any]) -> None:
-    file = tmp_path / "text.jsonl"
+def test_two_processes_resume_to_the_bit(
+    config: MakeConfig, launch: Launch, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path))
+    (file := tmp_path / "org" / "name" / "text.jsonl").parent.mkdir(parents=True)
     file.write_text("".join(json.dumps({"text": f"{i} times {i} is {i * i}. " * (1 + i % 3)}) + "\n" for i in range(600)))
-    common = {"data": str(file), "tokens_per_batch": 4 * 24, **options}
+    common = {"data": "hub:org/name" if "streaming" in options else str(file), "tokens_per_batch": 4 * 24, **options}
     assert launch(config(**common, out=tmp_path / "one"), 2).wait() == [0, 0]
     assert launch(config(**common), 2, before=stop_after(3)).wait() == [0, 0]
     assert launch(config(**common, resume=True), 2).wait() == [0, 0]
@@ -268,20 +271,26 @@ if os.environ["RANK"] == "0":
         ({"context_parallel": 2}, "", 0, "context_parallel is 2, which does not divide the number of processes, 3: use a"),
         ({}, REPLACED.format("learning_rate=0.03"), 0, "learning_rate is 0.03 in process 2, and 0.003 in process 0: start all"),
         ({}, REPLACED.format("decay_steps=5"), 2, "decay_steps is 5, but linear schedules have no decay: use `schedule=wsd`"),
-        ({"data": "text", "streaming": True}, "", 1, "line 302"),
+        ({"data": "hub:org/name", "streaming": True}, "", 1, "Cannot read hub:org/name ("),
         ({"timeout": 60.0}, NO_MEMORY, 0, "the first process has no memory left"),
     ],
     ids=["data", "model", "length", "number", "options", "value", "text", "memory"],
 )
 def test_error_of_one_process_ends_all_and_that_process_says_why(
-    config: MakeConfig, launch: Launch, tmp_path: Path, options: dict[str, Any], before: str, speaker: int, message: str
+    config: MakeConfig,
+    launch: Launch,
+    tmp_path: Path,
+    options: dict[str, Any],
+    before: str,
+    speaker: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "text").mkdir()
-    for split in ("train", "valid", "test"):
-        (tmp_path / "text" / f"{split}.jsonl").write_text("\n".join(LINES))
-    (tmp_path / "text" / "train.jsonl").write_text("\n".join([*LINES[:301], '{"text": 5}', *LINES[302:]]))
-    if options.get("data") == "text":
-        options = {**options, "data": str(tmp_path / "text")}
+    monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path))
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    for part in ("train-0", "train-1", "train-2", "valid", "test"):
+        cut = '{"te' if part == "train-1" else ""  # of the second process
+        (tmp_path / "org" / "name" / f"{part}.jsonl").write_text("\n".join([*LINES, cut]))
     started = time.monotonic()
     processes = launch(config(**{"steps": 100, "eval_every": 100, **options}), 3, before=before)
     assert processes.wait(60) == [1, 1, 1]

@@ -381,15 +381,13 @@ def test_tracker_that_cannot_start_leaves_no_folder_of_a_run(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_run_is_resumed_on_a_copy_of_its_text_and_on_no_other(config: MakeConfig, tmp_path: Path, streaming: bool) -> None:
-    pytest.importorskip("datasets")
+def test_run_is_resumed_on_a_copy_of_its_text_and_on_no_other(config: MakeConfig, tmp_path: Path) -> None:
     for folder in ("texts", "copy"):
         (tmp_path / folder).mkdir()
         for split in ("train", "valid"):
             lines = "".join(f'{{"text": "text {number} to {split} on"}}\n' for number in range(100))
             (tmp_path / folder / f"{split}.jsonl").write_text(lines)
-    run = trained(config(data=tmp_path / "texts", streaming=streaming, steps=1))
+    run = trained(config(data=tmp_path / "texts", steps=1))
     resumed(run, data=tmp_path / "copy")
     for split in ("train", "valid"):
         file = tmp_path / "copy" / f"{split}.jsonl"
@@ -398,6 +396,18 @@ def test_run_is_resumed_on_a_copy_of_its_text_and_on_no_other(config: MakeConfig
         with pytest.raises(LineartimeError, match=r"The text of the run in .* has changed: it was .*; restore the old text"):
             resumed(run, data=tmp_path / "copy")
         file.write_text(usual)
+
+
+def test_stream_is_resumed_on_no_other_text(config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("LINEARTIME_MIRROR", str(tmp_path))
+    (tmp_path / "org/name").mkdir(parents=True)
+    rows = tmp_path / "org/name/train.jsonl"
+    rows.write_text("".join(f'{{"text": "row {number} of many"}}\n' for number in range(100)))
+    run = trained(config(data="hub:org/name", streaming=True, steps=1))
+    rows.write_text(rows.read_text() + '{"text": "other"}\n')
+    with pytest.raises(LineartimeError, match=r"The text of the run in .* has changed: it was .*; restore the old text"):
+        resumed(run)
 
 
 def test_text_that_was_moved_is_called_the_text_of_the_run(config: MakeConfig, text: Path) -> None:

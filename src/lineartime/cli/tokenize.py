@@ -42,7 +42,7 @@ class TokenizeOptions:
 def run(options: TokenizeOptions) -> None:
     """Train the tokenizer and write it, or write the text as token ids, and print how many there are."""
     from lineartime.data import describe_splits, load_corpus, train_tokenizer
-    from lineartime.data.train_tokenizer import check_tokenizer_options
+    from lineartime.data.tokenizers import check_tokenizer_options
 
     reading = (options.data, options.text_column, options.include, options.exclude, options.raw_ids)
     if options.format != "tokenizer":
@@ -66,7 +66,7 @@ def run(options: TokenizeOptions) -> None:
 def _write_ids(options: TokenizeOptions, kind: ShardKind, reading: tuple[Any, ...]) -> None:
     """Write every split of the text as token ids, and the tokenizer beside them."""
     from lineartime.data import describe_splits, load_corpus, token_stream
-    from lineartime.data.folders import SPLITS
+    from lineartime.data.readers import SPLITS
     from lineartime.data.tokens import write_shard
     from lineartime.training.setup import choose_tokenizer
 

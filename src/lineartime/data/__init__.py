@@ -1,11 +1,31 @@
 """From text to batches: corpora, tokenizers, token files, windows, loaders."""
 
-from lineartime.data.batches import Batch, evaluation_batch, read_window, spread_windows, text_length
-from lineartime.data.corpora import Corpus, LocalCorpus, is_corpus_name, load_corpus, missing_split, no_text, portable_identity
-from lineartime.data.loaders import BatchMaker, CachedLoader, Loader, Rows, StreamingLoader, merge_states
-from lineartime.data.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, read_tokenizer, tokenizer_from_json
+from lineartime.data.batches import (
+    Batch,
+    BatchMaker,
+    CachedLoader,
+    Loader,
+    Rows,
+    StreamingLoader,
+    evaluation_batch,
+    merge_states,
+    read_window,
+    spread_windows,
+    text_length,
+)
+from lineartime.data.corpora import Corpus, LocalCorpus, is_corpus_name, load_corpus, missing_split, no_text
+from lineartime.data.tokenizers import (
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    is_tokenizer_name,
+    read_tokenizer,
+    size_to_train,
+    tokenizer_for,
+    tokenizer_from_json,
+    train_tokenizer,
+)
 from lineartime.data.tokens import TokenStream, describe_splits, token_stream
-from lineartime.data.train_tokenizer import is_tokenizer_name, size_to_train, tokenizer_for, train_tokenizer
 
 __all__ = [
     "Batch",
@@ -28,7 +48,6 @@ __all__ = [
     "merge_states",
     "missing_split",
     "no_text",
-    "portable_identity",
     "read_tokenizer",
     "read_window",
     "size_to_train",

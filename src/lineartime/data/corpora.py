@@ -7,20 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.choices import DEFAULT_TEXT, TEXT_COLUMN, RawIds, Split
-from lineartime.data.folders import (
-    SPLITS,
-    FilePart,
-    Files,
-    FilesOfText,
-    by_file,
-    by_name,
-    completed,
-    describe_parts,
-    own_split,
-    within_files,
-)
-from lineartime.data.hub import HUB, PREFIX, HubCorpus, datasets_library, hub_corpus, mirror
-from lineartime.data.readers import SourceFile
+from lineartime.data.folders import Files, FilesOfText, by_file, by_name, completed, describe_parts, own_split
+from lineartime.data.hub import HUB, PREFIX, HubCorpus, hub_corpus, mirror
+from lineartime.data.readers import SPLITS, SourceFile
 from lineartime.errors import ArgumentError, LineartimeError, did_you_mean, reporting_file_errors
 from lineartime.fields import check_type
 
@@ -43,7 +32,7 @@ class LocalCorpus:
     @property
     def has_columns(self) -> bool:
         """Whether some files hold records."""
-        return any(part.file.has_records for parts in self.splits.values() for part in parts)
+        return any(part.has_records for parts in self.splits.values() for part in parts)
 
     def describe(self, split: Split) -> str | None:
         """The files of a split."""
@@ -53,44 +42,20 @@ class LocalCorpus:
         """The paths, sizes and modification times of the files."""
         return "\n".join(part.identity() for part in self.parts(split))
 
-    def portable_identity(self, split: Split) -> str:
-        """Like `identity`, but the same for copies of the files elsewhere."""
-        return "\n".join(part.portable_identity() for part in self.parts(split))
-
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split, file by file."""
         for part in self.parts(split):
             yield from part.documents()
 
-    def examples(self, split: Split) -> Any:
-        """The documents as an IterableDataset with one shard per file. All files must hold records."""
-        parts = self.parts(split)
-        if ids := next((part.path for part in parts if part.file.has_ids), None):
-            raise LineartimeError(f"{ids} holds token ids, which are read where they lie: leave out `streaming`.")
-        if one := next((part.path for part in parts if not part.file.has_records), None):
-            found = f"{one} is one long text and cannot be streamed, as JSON lines and Parquet can"
-            raise LineartimeError(f"{found}: encode it beforehand.")
-        return datasets_library(f"Streaming {self.name}").IterableDataset.from_generator(_examples, gen_kwargs={"parts": parts})
-
-    def texts(self, example: dict[str, Any]) -> list[str]:
-        """The single document of an example."""
-        return [example["text"]]
-
-    def parts(self, split: Split) -> list[FilePart]:
+    def parts(self, split: Split) -> list[SourceFile]:
         """The files, or parts of files, of a split."""
         if split != "all":
             return self.splits.get(split, [])
         return list(dict.fromkeys(replace(part, splits=()) for each in SPLITS for part in self.splits.get(each, [])))
 
 
-def _examples(parts: list[FilePart]) -> Iterator[dict[str, str]]:
-    for part in parts:
-        for blocks in part.documents():
-            yield {"text": "".join(blocks)}
-
-
 Source = LocalCorpus | HubCorpus
-"""A text from a single place. Its `examples` can be streamed, and `texts` are the documents in one of them."""
+"""A text from a single place."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +100,6 @@ def missing_split(corpus: Corpus, split: Split) -> ArgumentError:
     advice = "give text to train on as well" if split == "train" else "choose an existing split, or all"
     found = f"is {corpus.name}, which, judging by its file names, has a {there} split but no {split} split"
     return ArgumentError("data", f"{found}: {advice}, or rename the files.")
-
-
-def portable_identity(corpus: Corpus, split: Split) -> str:
-    """Like the identity of a split, but the same for copies of local files elsewhere."""
-    return "\n".join(source.portable_identity(split) for source in corpus.sources if source.describe(split))
 
 
 def no_text(split: str) -> LineartimeError:
@@ -238,7 +198,7 @@ def standard_library() -> Corpus:
     files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY & set(file.relative_to(root).parts)]
     if not files:
         raise LineartimeError(f"There is no Python source in {root}, the standard library: give a text of your own.")
-    return Corpus((LocalCorpus(DEFAULT_TEXT, by_file(root, [FilePart(SourceFile(file)) for file in files])),))
+    return Corpus((LocalCorpus(DEFAULT_TEXT, by_file(root, [SourceFile(file) for file in files])),))
 
 
 def _hutter(name: str) -> LocalCorpus:
@@ -250,4 +210,4 @@ def _hutter(name: str) -> LocalCorpus:
             f"There is no file {name} or {name}.zip here: download http://mattmahoney.net/dc/{name}.zip into this folder, or "
             "into the folder that LINEARTIME_MIRROR names."
         )
-    return LocalCorpus(name, within_files([FilePart(SourceFile(file), at_lines=False)]))
+    return LocalCorpus(name, completed({"train": [SourceFile(file, at_lines=False)]}))

@@ -5,162 +5,21 @@ import errno
 import hashlib
 import os
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
-from itertools import islice, pairwise
 from pathlib import Path, PurePath
-from typing import IO
 
 from lineartime.choices import TEXT_COLUMN, Split
-from lineartime.data.readers import BLOCK, COMPRESSED, RECORDS, SourceFile, not_utf8, read_texts
+from lineartime.data.readers import COMPRESSED, HEAD, RECORDS, SHARES, SPLITS, SourceFile
 from lineartime.data.shards import IDS, SIDE_FILES, shard_kind, shard_order
-from lineartime.errors import ArgumentError, LineartimeError, file_error
+from lineartime.errors import ArgumentError, file_error
 from lineartime.fields import check_type
 from lineartime.files import RECORD_FILE
 
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-"""The splits, which do not overlap."""
-SHARES: dict[Split, float] = {"train": 0.9, "validation": 0.05, "test": 0.05}
-_HEAD = 8192  # bytes in which a binary file has a zero, by the rule of git
-
-
-@dataclass(frozen=True)
-class FilePart:
-    """A file, or some splits of it: ranges of a text, or records by a hash of their text."""
-
-    file: SourceFile
-    splits: tuple[Split, ...] = ()  # empty for the whole file
-    at_lines: bool = True  # whether a text is cut at the end of a line; otherwise between any two characters
-    is_alone: bool = False  # whether no other file is divided with it, so that few records must be enough for all splits
-
-    @property
-    def path(self) -> Path:
-        """The path of the file."""
-        return self.file.path
-
-    def identity(self) -> str:
-        """A string that changes when the file does, or when it is read in another way."""
-        read_as = f"{self.file.format_suffix}:{self.file.column}:{self.is_alone:d}:{self.at_lines}{self.file.raw_ids or ''}"
-        return f"{self.path.resolve()}:{'+'.join(self.splits)}:{self.file.version}:{read_as}"
-
-    def portable_identity(self) -> str:
-        """Like `identity`, but the same for a copy of the file elsewhere: by its name and size."""
-        kind = ":csv" if self.file.format_suffix in (".csv", ".tsv") else ""
-        return f"{self.path.name}:{'+'.join(self.splits)}:{self.is_alone:d}:{self.file.column}:{self.file.version[0]}{kind}"
-
-    def documents(self) -> Iterator[Iterator[str]]:
-        """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
-        if self.file.has_ids:
-            found = f"{self.path} holds token ids, and not text"
-            raise LineartimeError(f"{found}: give the tokenizer that made them (`tokenizer`), or text.")
-        if self.file.has_records:
-            moved = _moved(self.file) if self.is_alone and self.splits else {}
-            for text in read_texts(self.file):
-                if not self.splits or (moved.get(text) or split_of(text)) in self.splits:
-                    yield pieces(text)
-            return
-        next(_decoded(self.file, 0, None), "")  # what follows the start of UTF-16 could pass for UTF-8
-        if not self.splits:
-            yield _decoded(self.file, 0, None)
-        for split in self.splits:
-            yield _decoded(self.file, *_cuts(self.file, self.at_lines, self.file.version)[split])
-
-
-def split_of(text: str) -> Split:
-    """The split of a record by a hash of its text, wherever it stands: 5% are for validation, and as many for testing."""
-    held_out: dict[int, Split] = {1: "validation", 2: "test"}
-    return held_out.get(zlib.crc32(text.encode()) % 20, "train")
-
-
-def _moved(file: SourceFile) -> dict[str, Split]:
-    """Texts of a file of few records that have another split than `split_of`, so that none is empty if there are enough."""
-    found = {text: split_of(text) for text in islice(filter(None, read_texts(file)), 200)}  # of more, each split has some
-    moved: dict[str, Split] = {}
-    for split in SPLITS:
-        givers = [text for text, own in found.items() if (own == "train") != (split == "train")]
-        if split not in found.values() and len(givers) > (split != "train"):
-            text = max(givers, key=lambda each: zlib.crc32(each.encode()))
-            found[text] = moved[text] = split
-    return moved
-
-
-def pieces(text: str) -> Iterator[str]:
-    """Divide a text into blocks."""
-    return (text[start : start + BLOCK] for start in range(0, len(text), BLOCK))
-
-
-def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
-    """Decode the text between two byte offsets of a file, in blocks. Raises LineartimeError if it is not UTF-8.
-
-    Zeros in the first bytes of a file are those of UTF-16 without a mark, or of no text.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    position = start
-    with file.open() as stream:
-        _skip(stream, start)
-        block = b"-"
-        while block:
-            block = stream.read(BLOCK if stop is None else min(BLOCK, stop - position))
-            held_back = len(decoder.getstate()[0])
-            try:
-                text = decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                raise not_utf8(str(file.path), error.object[error.start], position - held_back + error.start) from None
-            if position == 0 and b"\0" in block[:_HEAD]:
-                raise not_utf8(str(file.path), 0, block.index(b"\0"))
-            if position == 0:
-                text = text.removeprefix("\ufeff")  # which some programs write at the beginning of a UTF-8 file
-            position += len(block)
-            if text:
-                yield text
-
-
-def _skip(stream: IO[bytes], count: int) -> None:
-    """Skip the first `count` bytes of a stream."""
-    if stream.seekable():
-        stream.seek(count)
-    while not stream.seekable() and count > 0 and (block := stream.read(min(BLOCK, count))):
-        count -= len(block)
-
-
-@lru_cache(maxsize=64)
-def _cuts(file: SourceFile, at_lines: bool, version: tuple[int, int]) -> dict[Split, tuple[int, int]]:
-    """The bounds of the three splits of a text, in bytes. A compressed file, whose length is unknown, is read several times."""
-    length = version[0]
-    if file.is_compressed:
-        with file.open() as stream:
-            length = sum(map(len, iter(lambda: stream.read(BLOCK), b"")))
-    offsets = [round(length * share) for share in (SHARES["train"], SHARES["train"] + SHARES["validation"], 1)]
-    first, second = (_cut(file, start, stop, at_lines) for start, stop in pairwise(offsets))
-    return {"train": (0, first), "validation": (first, second), "test": (second, length)}
-
-
-def _cut(file: SourceFile, offset: int, stop: int, at_line: bool) -> int:
-    """The offset after the next line end; if no line ends soon, of the next character, or else of the one around `offset`.
-
-    Soon is in the first half of the range from `offset` to `stop`, and at most 64 KiB from `offset`.
-    """
-    searched = min(1 << 16, (stop - offset) // 2)
-    earliest = max(0, offset - 3)  # a character has at most 4 bytes
-    with file.open() as stream:
-        _skip(stream, earliest)
-        before = stream.read(offset - earliest)
-        following = stream.read(max(1, searched))
-    newline = following.find(b"\n", 0, searched) if at_line else -1
-    if newline >= 0:
-        return offset + newline + 1
-    starts = [place for place, byte in enumerate(before + following[:4], earliest) if byte & 0xC0 != 0x80]
-    if not following or not starts:  # the end of the file, or bytes that are not UTF-8
-        return offset
-    return next((place for place in starts if place >= offset), starts[-1])
-
-
 # Splits ------------------------------------------------------------------------------------------------------------------
 
-Files = dict[Split, list[FilePart]]
+Files = dict[Split, list[SourceFile]]
 
 _LETTER = r"[^\W\d_]"
 _TRAIN, _VALIDATION = "train|training|trn", "val|valid|validate|validation|dev|devel|development"
@@ -196,7 +55,7 @@ def own_split(path: Path) -> Split | None:
     return named_split(name) if path.is_file() or _WORDS.fullmatch(name) else None
 
 
-def by_name(root: Path, parts: Sequence[FilePart], notes: list[str], *, beside: bool) -> Files | None:
+def by_name(root: Path, parts: Sequence[SourceFile], notes: list[str], *, beside: bool) -> Files | None:
     """Divide the files at a given path by the splits that their names state, or else by the name of the path itself.
 
     Files that state no split are for training, or have the split of the path if that is held out. If some text is held out by
@@ -238,26 +97,21 @@ def completed(named: Files) -> Files:
     kept = tuple(split for split in SPLITS if split not in missing)
     parts = [replace(part, is_alone=len(named["train"]) == 1) for part in named["train"]]
     cut: Files = {split: [replace(part, splits=(split,)) for part in parts] for split in missing}
-    # One part for all that is left of a file: a stream reads every part as often as any other.
+    # All that is left of a file is one part, which is read once.
     return {**named, **cut, "train": [replace(part, splits=kept) for part in parts]}
 
 
-def within_files(parts: Sequence[FilePart]) -> Files:
-    """Take all splits from within each file."""
-    return {split: [replace(part, splits=(split,), is_alone=len(parts) == 1) for part in parts] for split in SPLITS}
-
-
-def by_file(root: Path, parts: Sequence[FilePart]) -> Files:
+def by_file(root: Path, parts: Sequence[SourceFile]) -> Files:
     """Distribute whole files by a hash of their names, until test and validation have their shares of bytes.
 
     If these would get more than twice their shares, all splits are taken from within each file.
     """
     if len(parts) < len(SPLITS):
-        return within_files(parts)
+        return completed({"train": list(parts)})
     sizes = {part: part.path.stat().st_size for part in parts}
     total = sum(sizes.values())
 
-    def order(part: FilePart) -> tuple[bool, bytes]:
+    def order(part: SourceFile) -> tuple[bool, bytes]:
         name = os.fsencode(part.path.relative_to(root).as_posix())
         small = sizes[part] <= total / 2  # a file with most of the bytes comes first, for training
         return small, hashlib.sha256(name).digest()
@@ -273,18 +127,15 @@ def by_file(root: Path, parts: Sequence[FilePart]) -> Files:
             size += sizes[part]
     splits["train"] = left
     fair = all(_bytes(splits[split]) <= 2 * total * SHARES[split] for split in ("validation", "test"))
-    return splits if fair else within_files(parts)
+    return splits if fair else completed({"train": list(parts)})
 
 
-def describe_parts(parts: Iterable[FilePart]) -> str:
-    """Describe parts in a few words: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
-    shares: dict[Path, float] = {}
+def describe_parts(parts: Iterable[SourceFile]) -> str:
+    """Describe parts of different files in a few words: "5% of text.txt", "120 files (a.txt, b.txt, ...)"."""
+    groups: dict[float, list[str]] = {}
     for part in parts:
         share = sum(SHARES[split] for split in part.splits) or 1.0
-        shares[part.path] = shares.get(part.path, 0.0) + share
-    groups: dict[float, list[str]] = {}
-    for path, share in shares.items():
-        groups.setdefault(round(share, 2), []).append(path.name)
+        groups.setdefault(round(share, 2), []).append(part.path.name)
     return " and ".join(f"{f'{share:.0%} of ' if share < 1 else ''}{_in_words(names)}" for share, names in groups.items())
 
 
@@ -296,13 +147,13 @@ def _in_words(names: list[str]) -> str:
     return f"{len(names):,} files ({shown})"
 
 
-def _names(folder: Path, parts: Iterable[FilePart]) -> str:
+def _names(folder: Path, parts: Iterable[SourceFile]) -> str:
     """The names of some files below a folder, in a few words."""
     paths = sorted(part.path for part in parts)
     return _in_words([path.name if path == folder else path.relative_to(folder).as_posix() for path in paths])
 
 
-def _bytes(parts: Iterable[FilePart]) -> int:
+def _bytes(parts: Iterable[SourceFile]) -> int:
     return sum(part.path.stat().st_size for part in parts)
 
 
@@ -326,7 +177,7 @@ class FilesOfText:
             if not all(pattern.strip("/") for pattern in patterns):
                 raise ArgumentError(argument, "has an empty pattern: write one such as *.md, or leave it out.")
 
-    def find(self, path: Path) -> list[FilePart]:
+    def find(self, path: Path) -> list[SourceFile]:
         """The files of text at an existing path, without empty ones.
 
         A file of a folder is left out if it is hidden, in the folder of a run, of a kind that is not read, or by the patterns.
@@ -343,9 +194,9 @@ class FilesOfText:
             if beside and 2 * sum(sizes[file] for file in kinds) < sum(sizes.values()):
                 kinds = {}
             files = self._shards(path, files, kinds) if kinds else [file for file in files if sizes[file]]
-            parts = [FilePart(SourceFile(file, self.column, kinds.get(file, ""), self.raw_ids)) for file in files]
+            parts = [SourceFile(file, self.column, kinds.get(file, ""), self.raw_ids) for file in files]
             judged = parts if path.is_dir() or path.suffix in IDS else []
-            unread = [part for part in judged if not part.file.shard and _is_binary(part.path)]
+            unread = [part for part in judged if not part.shard and _is_binary(part.path)]
         except OSError as error:
             raise file_error("read", error.filename or path, error) from None
         kept = [part for part in parts if part not in unread]
@@ -437,6 +288,6 @@ def _is_binary(path: Path) -> bool:
     if path.suffix.lower() in (*COMPRESSED, *RECORDS):
         return False
     with path.open("rb") as stream:
-        head = stream.read(_HEAD)
+        head = stream.read(HEAD)
     is_zero = b"\0" in head and not head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return is_zero or head.startswith(b"%PDF-")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lineartime.choices import TEXT_COLUMN, Split
-from lineartime.data.folders import SPLITS, named_split, pieces, split_of
-from lineartime.data.readers import missing_column
+from lineartime.data.folders import named_split
+from lineartime.data.readers import SPLITS, missing_column, pieces, split_of
 from lineartime.errors import ArgumentError, LineartimeError, require_packages, typed_first_line
 
 Example = dict[str, Any]
@@ -130,8 +130,6 @@ class HubCorpus:
             return f"{self.name}:{self.column}:{split}:{version}"
         return version if self.folder else f"{self.repository}:{split}:{pattern}:{version}"
 
-    portable_identity = identity
-
     def documents(self, split: Split) -> Iterator[Iterator[str]]:
         """The documents of a split in the order of the data set."""
         if split == "all" and self.files is None:
@@ -139,16 +137,14 @@ class HubCorpus:
         else:
             parts = map(self.examples, SPLITS if split == "all" else (split,))
         for rows in parts:
-            if self.lines:
-                yield from _articles(self._read(rows, lambda row: [row["text"] or " \n"]))  # the hub has "" for " \n"
-            else:
-                yield from map(pieces, self._read(rows, self.texts))
+            texts = self._read(rows)
+            yield from _articles(texts) if self.lines else map(pieces, texts)
 
     def examples(self, split: Split) -> Any:
         """The rows of a split as an IterableDataset."""
         if self.files is not None:
             self.identity(split)  # raises a clear error for missing files
-            rows = self._load(self.folder, data_files={split: self.files[split]}, split=split)
+            rows = self._load(self.folder, {"data_files": {split: self.files[split]}, "split": split})
             if self.halves and split != "train":
                 parity = int(split == "test")
                 rows = rows.filter(lambda _, index: index % 2 == parity, with_indices=True)
@@ -164,9 +160,9 @@ class HubCorpus:
         return self._published_rows(self._published["train"]).filter(belongs)
 
     def texts(self, example: Example) -> list[str]:
-        """The documents in a row, of which one without a value has none."""
+        """The documents in a row, of which one without a value has none; or the line that it is."""
         if self.lines:
-            raise LineartimeError(f"{self.name} cannot be streamed: encode it beforehand.")
+            return [example["text"] or " \n"]  # the hub has "" for " \n"
         if self.texts_of is not None:
             return self.texts_of(example)
         if self.column not in example:
@@ -176,26 +172,24 @@ class HubCorpus:
             raise LineartimeError(f'{self.name} has {text!r:.40} in "{self.column}" instead of a text: choose another column.')
         return [] if text is None else [text]
 
-    def _read(self, rows: Iterable[Example], texts: Callable[[Example], list[str]]) -> Iterator[str]:
+    def _read(self, rows: Iterable[Example]) -> Iterator[str]:
         """The texts of rows; every error of reading is a LineartimeError, also where another iterator consumes them."""
         with reporting_read_errors(self.name):
             for row in rows:
-                yield from texts(row)
+                yield from self.texts(row)
 
-    def _load(self, path: Path | None, **options: Any) -> Any:
-        """Some rows as an IterableDataset, from a folder or from the hub. Raises LineartimeError if they cannot be read."""
+    def _load(self, path: Path | None, *splits: dict[str, Any]) -> Any:
+        """Splits, one after another, as an IterableDataset, from a folder or from the hub. Raises LineartimeError."""
         datasets = datasets_library(f"Reading {self.name}")
-        if path is None:
-            options["revision"] = self.revision
+        common = {"streaming": True} if path else {"streaming": True, "revision": self.revision}
         with reporting_read_errors(self.name):
-            return datasets.load_dataset(str(path or self.repository), streaming=True, **options)
+            loaded = [datasets.load_dataset(str(path or self.repository), **split, **common) for split in splits]
+            return loaded[0] if len(loaded) == 1 else datasets.concatenate_datasets(loaded)
 
     def _published_rows(self, names: list[str]) -> Any:
         """The rows of published splits, one after another."""
         path, config = self._place
-        loaded = [self._load(path, name=config, split=name) for name in names]
-        with reporting_read_errors(self.name):
-            return loaded[0] if len(loaded) == 1 else datasets_library("").concatenate_datasets(loaded)
+        return self._load(path, *({"name": config, "split": name} for name in names))
 
     @property
     def _place(self) -> tuple[Path | None, str | None]:

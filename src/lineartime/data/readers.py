@@ -5,6 +5,7 @@ values of two types, the line of an error is that of the file, not of a block, a
 """
 
 import bz2
+import codecs
 import csv
 import io
 import json
@@ -15,15 +16,15 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, groupby, pairwise
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from lineartime.choices import TEXT_COLUMN
+from lineartime.choices import TEXT_COLUMN, Split
 from lineartime.errors import ArgumentError, LineartimeError, file_error, first_line, require_packages
 from lineartime.files import read_plain
 
@@ -33,6 +34,11 @@ RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 BLOCK = 1 << 18  # bytes, or characters, of text in memory at a time
 _COMPRESSED_BLOCK = 1 << 8  # few bytes, because they may expand by a factor of thousands
 
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+"""The splits, which do not overlap."""
+SHARES: dict[Split, float] = {"train": 0.9, "validation": 0.05, "test": 0.05}
+HEAD = 8192  # bytes in which a binary file has a zero, by the rule of git
+
 Columns = Collection[str] | None
 Records = Iterator[tuple[str, Any]]
 LEAVE_OUT = "leave the file out."
@@ -41,12 +47,18 @@ AGAIN = f"fetch it again, or {LEAVE_OUT}"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file with text, whose suffix indicates the format, or a shard, or a file of token ids."""
+    """A file with text, whose suffix indicates the format, or a shard, or a file of token ids; or some splits of it.
+
+    Splits are ranges of a text or of ids, or records by a hash of their text.
+    """
 
     path: Path
     column: str = TEXT_COLUMN  # of records, that holds the text
     shard: str = ""  # the kind of a shard (`lineartime.data.shards.shard_kind`); empty for other files
     raw_ids: str | None = None  # the dtype of token ids where a file does not state it
+    splits: tuple[Split, ...] = ()  # empty for the whole file
+    at_lines: bool = True  # whether a text is cut at the end of a line; otherwise between any two characters
+    is_alone: bool = False  # whether no other file is divided with it, so that few records must be enough for all splits
 
     @property
     def version(self) -> tuple[int, int]:
@@ -95,6 +107,28 @@ class SourceFile:
     def columns(self) -> tuple[str, ...]:
         """The names of the column of the text or the ids: the one that was named, or those in use for ids."""
         return (self.column, "input_ids", "tokens") if self.column == TEXT_COLUMN else (self.column,)
+
+    def identity(self) -> str:
+        """A string that changes when the file does, or when it is read in another way."""
+        read_as = f"{self.format_suffix}:{self.column}:{self.is_alone:d}:{self.at_lines}{self.raw_ids or ''}"
+        return f"{self.path.resolve()}:{'+'.join(self.splits)}:{self.version}:{read_as}"
+
+    def documents(self) -> Iterator[Iterator[str]]:
+        """Yield the documents, each as blocks of text. Raises LineartimeError, naming file and place, on unreadable text."""
+        if self.has_ids:
+            found = f"{self.path} holds token ids, and not text"
+            raise LineartimeError(f"{found}: give the tokenizer that made them (`tokenizer`), or text.")
+        if self.has_records:
+            moved = _moved(self) if self.is_alone and self.splits else {}
+            for text in read_texts(self):
+                if not self.splits or (moved.get(text) or split_of(text)) in self.splits:
+                    yield pieces(text)
+            return
+        next(_decoded(self, 0, None), "")  # what follows the start of UTF-16 could pass for UTF-8
+        if not self.splits:
+            yield _decoded(self, 0, None)
+        for split in self.splits:
+            yield _decoded(self, *_cuts(replace(self, splits=()), self.version)[split])
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
@@ -212,6 +246,101 @@ def not_utf8(where: str, byte: int, offset: int) -> LineartimeError:
     encoding = "utf-16" if byte in (0, 0xFE, 0xFF) and offset < 2 else "latin1"
     advice = f"convert a text, for example by `iconv -f {encoding} -t utf-8`, or {LEAVE_OUT}"
     return LineartimeError(f"{where} is not UTF-8 text (byte 0x{byte:02x} at offset {offset}): {advice}")
+
+
+# Text -------------------------------------------------------------------------------------------------------------------
+
+
+def split_of(text: str) -> Split:
+    """The split of a record by a hash of its text, wherever it stands: 5% are for validation, and as many for testing."""
+    held_out: dict[int, Split] = {1: "validation", 2: "test"}
+    return held_out.get(zlib.crc32(text.encode()) % 20, "train")
+
+
+def _moved(file: SourceFile) -> dict[str, Split]:
+    """Texts of a file of few records that have another split than `split_of`, so that none is empty if there are enough."""
+    found = {text: split_of(text) for text in islice(filter(None, read_texts(file)), 200)}  # of more, each split has some
+    moved: dict[str, Split] = {}
+    for split in SPLITS:
+        givers = [text for text, own in found.items() if (own == "train") != (split == "train")]
+        if split not in found.values() and len(givers) > (split != "train"):
+            text = max(givers, key=lambda each: zlib.crc32(each.encode()))
+            found[text] = moved[text] = split
+    return moved
+
+
+def pieces(text: str) -> Iterator[str]:
+    """Divide a text into blocks."""
+    return (text[start : start + BLOCK] for start in range(0, len(text), BLOCK))
+
+
+def _decoded(file: SourceFile, start: int, stop: int | None) -> Iterator[str]:
+    """Decode the text between two byte offsets of a file, in blocks. Raises LineartimeError if it is not UTF-8.
+
+    Zeros in the first bytes of a file are those of UTF-16 without a mark, or of no text.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    position = start
+    with file.open() as stream:
+        _skip(stream, start)
+        block = b"-"
+        while block:
+            block = stream.read(BLOCK if stop is None else min(BLOCK, stop - position))
+            held_back = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise not_utf8(str(file.path), error.object[error.start], position - held_back + error.start) from None
+            if position == 0 and b"\0" in block[:HEAD]:
+                raise not_utf8(str(file.path), 0, block.index(b"\0"))
+            if position == 0:
+                text = text.removeprefix("\ufeff")  # which some programs write at the beginning of a UTF-8 file
+            position += len(block)
+            if text:
+                yield text
+
+
+def _skip(stream: IO[bytes], count: int) -> None:
+    """Skip the first `count` bytes of a stream."""
+    if stream.seekable():
+        stream.seek(count)
+    while not stream.seekable() and count > 0 and (block := stream.read(min(BLOCK, count))):
+        count -= len(block)
+
+
+@lru_cache(maxsize=64)
+def _cuts(file: SourceFile, version: tuple[int, int]) -> dict[Split, tuple[int, int]]:
+    """The bounds of the three splits of a text, in bytes. A compressed file, whose length is unknown, is read several times."""
+    length = version[0]
+    if file.is_compressed:
+        with file.open() as stream:
+            length = sum(map(len, iter(lambda: stream.read(BLOCK), b"")))
+    offsets = [round(length * share) for share in (SHARES["train"], SHARES["train"] + SHARES["validation"], 1)]
+    first, second = (_cut(file, start, stop) for start, stop in pairwise(offsets))
+    return {"train": (0, first), "validation": (first, second), "test": (second, length)}
+
+
+def _cut(file: SourceFile, offset: int, stop: int) -> int:
+    """The offset after the next line end; if no line ends soon, of the next character, or else of the one around `offset`.
+
+    Soon is in the first half of the range from `offset` to `stop`, and at most 64 KiB from `offset`.
+    """
+    searched = min(1 << 16, (stop - offset) // 2)
+    earliest = max(0, offset - 3)  # a character has at most 4 bytes
+    with file.open() as stream:
+        _skip(stream, earliest)
+        before = stream.read(offset - earliest)
+        following = stream.read(max(1, searched))
+    newline = following.find(b"\n", 0, searched) if file.at_lines else -1
+    if newline >= 0:
+        return offset + newline + 1
+    starts = [place for place, byte in enumerate(before + following[:4], earliest) if byte & 0xC0 != 0x80]
+    if not following or not starts:  # the end of the file, or bytes that are not UTF-8
+        return offset
+    return next((place for place in starts if place >= offset), starts[-1])
+
+
+# Records ----------------------------------------------------------------------------------------------------------------
 
 
 def read_texts(file: SourceFile) -> Iterator[str]:

@@ -79,15 +79,13 @@ class Shards:
         self._pieces, self._vocab_size = [piece for piece in pieces if len(piece.ids)], vocab_size
         self._starts: list[int] = np.cumsum([0, *(len(piece.ids) for piece in self._pieces)]).tolist()
         self._length: int = min(self._starts[-1], limit or self._starts[-1])
-        told = all(piece.ends is not None and piece.is_told for piece in self._pieces)
-        self.n_documents = sum(map(self._begun, range(len(self._pieces)))) if told else 0
-
-    def _begun(self, index: int) -> int:
-        """How many documents of a piece begin before the limit."""
-        ends, limit = self._pieces[index].ends, self._length - self._starts[index]
-        if ends is None or limit <= 0:
-            return 0
-        return min(len(ends), int(np.searchsorted(ends, limit, side="left")) + 1)
+        told = [piece.ends for piece in self._pieces if piece.ends is not None and piece.is_told]
+        begun = (  # the documents of each piece that begin before the limit
+            min(len(ends), int(np.searchsorted(ends, self._length - start)) + 1)
+            for ends, start in zip(told, self._starts, strict=False)
+            if start < self._length
+        )
+        self.n_documents = sum(begun) if len(told) == len(self._pieces) else 0
 
     def __len__(self) -> int:
         return self._length

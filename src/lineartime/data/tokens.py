@@ -3,23 +3,21 @@
 import hashlib
 import json
 import os
-import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lineartime.choices import ShardKind, Split
 from lineartime.data.corpora import Corpus, LocalCorpus
-from lineartime.data.folders import SHARES, SPLITS, FilePart
-from lineartime.data.readers import BLOCK
+from lineartime.data.readers import BLOCK, SHARES, SPLITS, SourceFile
 from lineartime.data.shards import Piece, Shards, id_dtype, mapped, read_pieces, unmarked, write_ids
-from lineartime.data.tokenizers import Tokenizer, fingerprint
+from lineartime.data.tokenizers import Part, Tokenizer, encoded, fingerprint
 from lineartime.errors import ArgumentError, LineartimeError, reporting_file_errors
 from lineartime.fields import Count, Matching
 from lineartime.files import read_file, remove_abandoned, write_atomically
@@ -28,8 +26,6 @@ from lineartime.screen import Progress
 _FORMAT = 6  # part of every file's name: increase it when the same input would give other tokens
 _HASHED = 1 << 26  # tokens that are hashed together
 PART = 1 << 20  # characters of a document that a core encodes at once
-# Places at which tokenizers begin a word, whatever is before it, if its space belongs to it; lines are for text without spaces.
-_WORD, _LINE = re.compile(r"(?<=\w)(?= \w)"), re.compile(r"(?<=\n)(?=\S)")
 
 
 @dataclass(frozen=True)
@@ -86,18 +82,18 @@ def token_stream(
     return TokenStream(name, tokens, facts.n_bytes, facts.n_words, facts.digest, facts.n_documents, is_cut)
 
 
-def _parts_of_ids(corpus: Corpus, split: Split) -> list[FilePart]:
+def _parts_of_ids(corpus: Corpus, split: Split) -> list[SourceFile]:
     """The parts of a split that hold token ids. Raises LineartimeError if others hold text."""
     parts = [each for source in corpus.sources if isinstance(source, LocalCorpus) for each in source.parts(split)]
-    ids = [part for part in parts if part.file.has_ids]
+    ids = [part for part in parts if part.has_ids]
     if ids and (len(ids) < len(parts) or not all(isinstance(source, LocalCorpus) for source in corpus.sources)):
         raise LineartimeError(f"{ids[0].path} holds token ids, and other files of {corpus.name} text: give files of one kind.")
     return ids
 
 
-def _pieces(part: FilePart, cache: Path) -> Iterator[Piece]:
+def _pieces(part: SourceFile, cache: Path) -> Iterator[Piece]:
     """The ids of a file, or of some splits of it, which are cut by position: a document ends there."""
-    pieces = read_pieces(part.file, cache)
+    pieces = read_pieces(part, cache)
     if not part.splits:
         yield from pieces
         return
@@ -157,90 +153,38 @@ def _write(
         file.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(file.parent, r"[0-9a-f]{20}\.[0-9a-f]{32}\.partial")  # other programs may use the same folder
         try:
+            counts = np.zeros(4, np.int64)
             with Progress(f"encoding {corpus.name}, {split}") as progress, partial.open("wb") as opened:
-                counts = write_tokens(opened, dtype, corpus.documents(split), tokenizer, max_tokens, progress.advance)
+                for part, ids in _beginning(tokenizer, corpus.documents(split), max_tokens):
+                    opened.write(ids.astype(dtype).tobytes())
+                    n_bytes = len(part.text.encode())
+                    counts += (len(ids), n_bytes, len(part.text.split()), part.is_first)
+                    progress.advance(n_bytes)
             tokens = mapped(partial, dtype)
             hashes = [hashlib.sha256(tokens[start : start + _HASHED].data) for start in range(0, len(tokens) or 1, _HASHED)]
             digest = hashlib.sha256("".join(each.hexdigest() for each in hashes).encode()).hexdigest()[:12]
             partial.replace(file)
-            write_atomically(about, json.dumps({**counts, "digest": digest}, indent=1))
+            facts = dict(zip(("n_tokens", "n_bytes", "n_words", "n_documents"), counts.tolist(), strict=True))
+            write_atomically(about, json.dumps({**facts, "digest": digest}, indent=1))
         finally:
             partial.unlink(missing_ok=True)
 
 
-def write_tokens(
-    file: IO[bytes],
-    dtype: np.dtype[Any],
-    documents: Iterable[Iterator[str]],
-    tokenizer: Tokenizer,
-    max_tokens: int | None,
-    advance: Callable[[int], None],
-) -> dict[str, int]:
-    """Encode and write documents, up to `max_tokens` in total; return the numbers of tokens, bytes, words and documents.
+def _beginning(
+    tokenizer: Tokenizer, documents: Iterable[Iterator[str]], max_tokens: int | None
+) -> Iterator[tuple[Part, NDArray[np.int64]]]:
+    """The parts of documents with their tokens and the ends of documents, up to `max_tokens` in total.
 
-    `advance` is called with the bytes of each part. If only the first `max_tokens` are wanted, little is encoded at once: a
-    token is seldom longer than 8 characters.
+    If only these are wanted, little is encoded at once: a token is seldom longer than 8 characters.
     """
-    counts = {"n_tokens": 0, "n_bytes": 0, "n_words": 0, "n_documents": 0}
     size = PART if max_tokens is None else min(PART, max(BLOCK, 8 * max_tokens))
-    for part, ids in encoded(tokenizer, documents, size):
-        text, ends = part.text, part.is_last
-        if max_tokens is not None and counts["n_tokens"] + len(ids) >= max_tokens:
-            ends, left = False, max_tokens - counts["n_tokens"]
-            text = text if len(ids) == left else tokenizer.beginning(text, left, not part.is_first)
-            ids = ids[:left]
-        ids = np.append(ids, tokenizer.end_of_document) if ends else ids
-        file.write(ids.astype(dtype).tobytes())
-        n_bytes = len(text.encode())
-        counts["n_tokens"] += len(ids)
-        counts["n_bytes"] += n_bytes
-        counts["n_words"] += len(text.split())
-        counts["n_documents"] += part.is_first
-        advance(n_bytes)
-        if counts["n_tokens"] == max_tokens:
-            break
-    return counts
-
-
-class Part(NamedTuple):
-    """A part of a document."""
-
-    text: str
-    is_first: bool
-    is_last: bool
-
-
-def encoded(tokenizer: Tokenizer, documents: Iterable[Iterator[str]], size: int) -> Iterator[tuple[Part, NDArray[np.int64]]]:
-    """Encode documents, each given as blocks of text, on all cores: yields the parts of each that has any text.
-
-    A document of more than twice `size` characters is cut where words begin, so that it has the tokens of its whole text.
-    """
-    cut = chain.from_iterable(parts(document, size) for document in documents)
-    while batch := list(_next(cut, size * (os.cpu_count() or 1))):
-        begins, goes_on = (
-            iter(tokenizer.encode_batch([part.text for part in batch if part.is_first == is_first], inside=not is_first))
-            for is_first in (True, False)
-        )
-        for part in batch:
-            yield part, next(begins if part.is_first else goes_on)
-
-
-def _next(parts: Iterator[Part], length: int) -> Iterator[Part]:
-    """The next parts, together of `length` characters or more."""
-    while length > 0 and (part := next(parts, None)) is not None:
-        yield part
-        length -= len(part.text)
-
-
-def parts(blocks: Iterator[str], size: int) -> Iterator[Part]:
-    """Cut a document between words, or where there are none, between lines, or else anywhere."""
-    text, is_first = "", True
-    for block in blocks:
-        text += block
-        while len(text) > 2 * size:
-            found = _WORD.search(text, size, 2 * size) or _LINE.search(text, size, 2 * size)
-            cut = found.start() if found else 2 * size
-            yield Part(text[:cut], is_first, False)
-            text, is_first = text[cut:], False
-    if text:
-        yield Part(text, is_first, True)
+    left = max_tokens
+    for part, own in encoded(tokenizer, documents, size):
+        ids = np.append(own, tokenizer.end_of_document) if part.is_last else own
+        if left is not None and left < len(ids):
+            text = part.text if left == len(own) else tokenizer.beginning(part.text, left, not part.is_first)
+            part, ids = part._replace(text=text), ids[:left]
+        yield part, ids
+        left = None if left is None else left - len(ids)
+        if left == 0:
+            return

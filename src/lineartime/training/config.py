@@ -74,7 +74,7 @@ class TrainConfig:
     tokenizer: str | None = None
     """bytes, a file, a run, hub:NAME, or bpe-32000 (or another size) to train one; the default is bytes."""
     streaming: bool = False
-    """Read the text while training, for corpora too large to encode beforehand."""
+    """Read one data set of the hub while training, for corpora too large to encode beforehand."""
     packed: bool = False
     """Keep documents apart: no token attends to another document."""
     context_length: Size = 512

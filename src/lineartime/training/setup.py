@@ -179,7 +179,7 @@ class Text:
         if config.streaming:
             self.loader: data.Loader = data.StreamingLoader(corpus, make, length, rows)
             self.name = f"a stream of {corpus.name}"
-            training = f"a stream of text {hashlib.sha256(data.portable_identity(corpus, 'train').encode()).hexdigest()[:12]}"
+            training = f"a stream of text {hashlib.sha256(corpus.identity('train').encode()).hexdigest()[:12]}"
         else:
             stream = data.token_stream(corpus, "train", tokenizer, cache)
             self.loader = data.CachedLoader(stream, make, length, rows)
