@@ -92,7 +92,8 @@ def test_interrupted_experiment_resumes_where_it_was(story: Story) -> None:
     left = ["wikipedia-64/flash/seed-0", "wikipedia-64/transformer++/seed-0", "wikipedia-64/flash/seed-1"]
     assert second == left  # nothing that was finished is done again
     assert third == []
-    assert story.said[0].startswith("resuming wikipedia-64/flash/seed-0")
+    assert story.said[0].startswith("3 of 11 jobs are left: ")
+    assert story.said[1].startswith("resuming wikipedia-64/flash/seed-0")
     record = json.loads((story.out / "lm-trial" / left[0] / "run.json").read_text())
     assert len(record["processes"]) == 2
     assert not any("steps" in process["changed_options"] for process in record["processes"])

@@ -34,6 +34,7 @@ from lineartime.runs.record import Record, lock_run, read_record
 from lineartime.screen import SCREEN
 from lineartime.training.config import TrainConfig
 from lineartime.training.loop import train
+from lineartime.units import duration
 
 State = Literal["missing", "interrupted", "finished", "failed"]
 """An interrupted run is to be resumed; one that failed has an error, and is not repeated."""
@@ -185,7 +186,12 @@ def run_all(plan: Plan) -> list[str]:
     problems: dict[str, None] = {}  # each once: no rate is a problem of all seeds
     with lock_run(plan.folder):
         write_file(plan.folder / PLAN_FILE, json.dumps(plan_options(plan.config), indent=1) + "\n")
-        for job in all_jobs(plan):
+        jobs = list(all_jobs(plan))
+        left = [job for job in jobs if read_run(job.folder).state in ("missing", "interrupted")]
+        given = {"tune": plan.config.tuning or 0, "run": plan.config.budget or 0}
+        seconds = sum(given.get(job.kind, 0) for job in left)
+        say(f"{len(left)} of {len(jobs)} jobs are left{f': {duration(seconds)} of training' if seconds else ''}")
+        for job in all_jobs(plan):  # anew: options follow from the results of the jobs before
             problem = job.problem
             if not problem and job.options.get("steps", 1) is not None:  # otherwise, that its speed is missing is told
                 problem = _do(job)
