@@ -13,8 +13,8 @@ from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime import baselines
-from lineartime.baselines import combiner, cosformer, efficient, flowformer, landmarks, mixed_chunk, reformer, sparse
-from lineartime.baselines.kernel_attention import linear_attention_oracle
+from lineartime.baselines import combiner, efficient, flowformer, landmarks, mixed_chunk, reformer, sparse
+from lineartime.baselines.blocks import attention_oracle
 from lineartime.models.systems import SYSTEMS
 
 CHUNK, LONGEST = 4, 40
@@ -28,8 +28,17 @@ def of_options(oracle: Definition, *names: str) -> Definition:
     return lambda layer, _, q, k, v: oracle(q, k, v, **{name: getattr(layer, name) for name in names})
 
 
+def similar(similarity: Callable[..., Tensor]) -> Definition:
+    """Linear attention, by the similarity of a query, a key and their distance."""
+    return lambda layer, _, q, k, v: attention_oracle(q, k, v, layer.causal, lambda *_: True, similarity)
+
+
 def linear(features: Callable[[Tensor], Tensor]) -> Definition:
-    return lambda layer, _, q, k, v: linear_attention_oracle(features(q), features(k), v, causal=layer.causal)
+    return similar(lambda q, k, _: features(q) @ features(k))
+
+
+def cosine(q: Tensor, k: Tensor, distance: int) -> Tensor:
+    return q.clamp(min=0) @ k.clamp(min=0) * math.cos(math.pi / 2 * distance / LONGEST)
 
 
 def relu_features(x: Tensor) -> Tensor:
@@ -41,14 +50,14 @@ def elu_features(x: Tensor) -> Tensor:
 
 
 def taylor_features(x: Tensor) -> Tensor:
-    return torch.cat([torch.ones_like(x[:, :1]), x / x.norm(dim=-1, keepdim=True)], -1)
+    return torch.cat([x.new_ones(1), x / x.norm()])
 
 
 def scheme(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     similarity = {
         "relu": lambda q, k, _: relu_features(q) @ relu_features(k),
         "elu": lambda q, k, _: elu_features(q) @ elu_features(k),
-        "cos": lambda q, k, distance: q.clamp(min=0) @ k.clamp(min=0) * math.cos(math.pi / 2 * distance / LONGEST),
+        "cos": cosine,
     }[layer.features]
     reach = int(layer.local == "overlapping")
     return mixed_chunk.mixed_chunk_scheme_oracle(q, k, v, similarity, chunk_size=CHUNK, reach=reach, causal=layer.causal)
@@ -86,7 +95,7 @@ ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
     (baselines.BigBird, {"block_size": 1, "n_global": 2, "n_random": 3}, bigbird),
     (baselines.BigBird, {"block_size": 30, "n_global": 1, "n_random": 1}, bigbird),
     (baselines.CombinerFixed, chunked, combiner_fixed),
-    (baselines.CosFormer, {"max_length": LONGEST}, of_options(cosformer.cosformer_attention_oracle, "causal", "max_length")),
+    (baselines.CosFormer, {"max_length": LONGEST}, similar(cosine)),
     (baselines.Efficient, {}, of_options(efficient.efficient_attention_oracle, "causal")),
     (baselines.ExplicitTopK, {"n_largest": 1}, of_options(sparse.explicit_topk_oracle, "causal", "n_largest")),
     (baselines.ExplicitTopK, {"n_largest": 4}, of_options(sparse.explicit_topk_oracle, "causal", "n_largest")),

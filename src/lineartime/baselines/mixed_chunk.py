@@ -29,6 +29,7 @@ from typing_extensions import Unpack
 from lineartime.baselines.blocks import (
     ChunkedHeadOptions,
     ChunkedHeads,
+    attention_oracle,
     cut_blocks,
     exclusive_cumsum,
     fill,
@@ -38,8 +39,7 @@ from lineartime.baselines.blocks import (
     real_tokens,
     with_neighbours,
 )
-from lineartime.baselines.cosformer import weigh_by_cosine
-from lineartime.baselines.kernel_attention import elu_features, normalized, relu_features, with_ones
+from lineartime.baselines.kernel_attention import elu_features, normalized, relu_features, weigh_by_cosine, with_ones
 from lineartime.errors import check_choice
 from lineartime.ops.checks import check_fits, check_positive
 from lineartime.ops.mixed_chunk import MixedChunkState, Scales, attend_visible, reciprocal
@@ -65,19 +65,8 @@ def mixed_chunk_scheme_oracle(
 
     `similarity` computes s(t, j) from a query, a key and t - j. The local part covers chunks at most `reach` away from t's own.
     """
-    tokens = range(len(v))
-    chunk = [t // chunk_size for t in tokens]
-    rows = []
-    for t in tokens:
-        visible = [j for j in tokens if j <= t or not causal]
-        near = [j for j in visible if abs(chunk[j] - chunk[t]) <= reach]
-        far = [j for j in visible if chunk[j] != chunk[t]]
-        row = (k[near] @ q[t] * q.shape[-1] ** -0.5).softmax(0) @ v[near]
-        if far:
-            similarities = torch.stack([similarity(q[t], k[j], t - j) for j in far])
-            row = row + similarities @ v[far] / similarities.sum()
-        rows.append(row)
-    return torch.stack(rows)
+    near = attention_oracle(q, k, v, causal, lambda t, j: abs(j // chunk_size - t // chunk_size) <= reach)
+    return near + attention_oracle(q, k, v, causal, lambda t, j: j // chunk_size != t // chunk_size, similarity)
 
 
 @dataclass(eq=False)
@@ -209,15 +198,12 @@ class MixedChunk(ChunkedHeads):
 
 def mc_tfm_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
     """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h]."""
-    scale = q.shape[-1] ** -0.5
     rows = []
     for t in range(len(v)):
-        chunk = t // chunk_size
-        near = [j for j in range(len(v)) if j // chunk_size == chunk and (j <= t or not causal)]
-        far = [j for j in range(len(v)) if j // chunk_size < chunk or (j // chunk_size > chunk and not causal)]
-        local = (k[near] @ q[t] * scale).softmax(0) @ v[near]
-        rows.append(local + scale * q[t] @ (k[far].mT @ v[far]) / max(1, len(far)))
-    return torch.stack(rows)
+        own = slice(t // chunk_size * chunk_size, (t // chunk_size + 1) * chunk_size)
+        far = [j for j in range(len(v)) if j < own.start or (j >= own.stop and not causal)]
+        rows.append(q[t] * q.shape[-1] ** -0.5 @ (k[far].mT @ v[far]) / max(1, len(far)))
+    return torch.stack(rows) + attention_oracle(q, k, v, causal, lambda t, j: j // chunk_size == t // chunk_size)
 
 
 class MCTFM(ChunkedHeads):

@@ -29,6 +29,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.baselines.blocks import (
+    attention_oracle,
     cut_blocks,
     join_blocks,
     joint_softmax,
@@ -51,23 +52,14 @@ COMPARED = 2**20
 """The number of pairs of a new and a cached token that a stream compares at a time; bounds the memory for a long prompt."""
 
 
-def _oracle(q: Tensor, k: Tensor, v: Tensor, causal: bool, reads: Callable[[int, int], bool]) -> Tensor:
-    """Softmax attention of each i to the j that it reads, for definitions: q, k, v [T, h] of one head of one document."""
-    rows = []
-    for i in range(len(q)):
-        own = [j for j in range(len(k)) if (j <= i or not causal) and reads(i, j)]
-        rows.append((k[own] @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ v[own])
-    return torch.stack(rows)
-
-
 def sparse_oracle(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool) -> Tensor:
     """The definition of Sparse."""
-    return _oracle(q, k, v, causal, lambda i, j: abs(i - j) < stride or (i - j) % stride == 0)
+    return attention_oracle(q, k, v, causal, lambda i, j: abs(i - j) < stride or (i - j) % stride == 0)
 
 
 def longformer_oracle(q: Tensor, k: Tensor, v: Tensor, *, window: int, n_global: int, causal: bool) -> Tensor:
     """The definition of Longformer."""
-    return _oracle(q, k, v, causal, lambda i, j: abs(i - j) < window or j < n_global or i < n_global)
+    return attention_oracle(q, k, v, causal, lambda i, j: abs(i - j) < window or j < n_global or i < n_global)
 
 
 def bigbird_oracle(
@@ -79,7 +71,7 @@ def bigbird_oracle(
         g, other = i // block_size, j // block_size
         return abs(g - other) <= 1 or other < n_global or other in random_blocks[g] or g < n_global
 
-    return _oracle(q, k, v, causal, reads)
+    return attention_oracle(q, k, v, causal, reads)
 
 
 def explicit_topk_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_largest: int, causal: bool) -> Tensor:
@@ -89,7 +81,7 @@ def explicit_topk_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_largest: int, cau
         scores = k[: i + 1 if causal else None] @ q[i]
         return bool(scores[j] >= scores.sort(descending=True).values[:n_largest][-1])
 
-    return _oracle(q, k, v, causal, reads)
+    return attention_oracle(q, k, v, causal, reads)
 
 
 def visible_band(size: int, causal: bool, device: torch.device, reach: int) -> Tensor:
