@@ -29,6 +29,7 @@ from typing_extensions import Unpack
 from lineartime.baselines.blocks import (
     ChunkedHeadOptions,
     ChunkedHeads,
+    StreamState,
     cut_blocks,
     fill,
     join_blocks,
@@ -43,7 +44,6 @@ from lineartime.layers.dense import Dense, factory, is_untouched
 from lineartime.layers.residual import LayerNorm
 from lineartime.ops.packing import Packing
 from lineartime.ops.positions import rope
-from lineartime.ops.state import State
 
 
 def _read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -105,17 +105,15 @@ def _visible(real: Tensor, chunk_size: int, causal: bool) -> tuple[Tensor, Tenso
 
 
 @dataclass(eq=False)
-class CombinerState(State):
+class CombinerState(StreamState):
     """The state of causal streams; it grows by two vectors for every token, as a cache of keys and values.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         k_sum, o: [B, H, G, C, h], of all complete rows.
         q, k, v: [B, H, C, h] of the open row; the slots after its tokens hold any numbers.
         x: [B, C, d] of the open row.
     """
 
-    position: Tensor
     k_sum: Tensor
     o: Tensor
     q: Tensor
@@ -221,17 +219,15 @@ def _summary(q_bar: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class CombinerFixedState(State):
+class CombinerFixedState(StreamState):
     """The state of causal streams; it grows by one summary for every chunk.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         k_bar, v_bar: [B, H, G, h], the summaries of all complete chunks.
         k, v: [B, H, C, h] of the open chunk; the slots after its tokens hold any numbers.
         highest_q: [B, H, h], the maximum of the open chunk's queries, or any numbers if it is empty.
     """
 
-    position: Tensor
     k_bar: Tensor
     v_bar: Tensor
     k: Tensor

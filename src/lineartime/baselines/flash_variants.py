@@ -33,14 +33,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import masked_products, real_tokens
+from lineartime.baselines.blocks import StreamState, masked_products, real_tokens
 from lineartime.layers.flash import FLASH
 from lineartime.layers.mixer import MixerOptions
 from lineartime.ops.activations import NORMALIZATIONS, Activation, Normalization, relu2
 from lineartime.ops.mixed_chunk import MixedChunkState, attend, attention_weights, mixed_chunk_state
 from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.packing import Grid, Packing
-from lineartime.ops.state import State
 
 
 def flash_cls_oracle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_size: int) -> dict[int, Tensor]:
@@ -184,17 +183,15 @@ def flash_overlapping_oracle(
 
 
 @dataclass(eq=False)
-class FLASHOverlappingState(State):
+class FLASHOverlappingState(StreamState):
     """The state of causal streams, of constant size; slots that hold no token hold any numbers.
 
     Attributes:
-        position: int64 [D], the number of tokens that each stream has read.
         summary: [D, s, e], the sum of k_lin v^T over all complete chunks.
         k_quad, v: [D, 2 C, s] and [D, 2 C, e] of the previous chunk and the open one.
         k_lin: [D, C, s] of the open chunk.
     """
 
-    position: Tensor
     summary: Tensor
     k_quad: Tensor
     v: Tensor
@@ -317,18 +314,16 @@ def _places(grid: Grid) -> tuple[int, Tensor]:
 
 
 @dataclass(eq=False)
-class FLASHWeightedState(State):
+class FLASHWeightedState(StreamState):
     """The state of causal streams; it grows by one summary for every chunk.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         summary: [B, s, e], the weighted mean of summaries for the open chunk.
         summaries, k_bar: [B, G, s, e] and [B, G, s] of all complete chunks.
         q_sum: [B, s], the sum of q_lin over the open chunk.
         open_chunk: the keys of both parts and the values of the open chunk.
     """
 
-    position: Tensor
     summary: Tensor
     summaries: Tensor
     k_bar: Tensor

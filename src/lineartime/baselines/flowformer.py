@@ -26,12 +26,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineartime.baselines.blocks import real_tokens
+from lineartime.baselines.blocks import StreamState, real_tokens
 from lineartime.baselines.kernel_attention import continued_sums
 from lineartime.layers.attention import MultiHeadMixer
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import State
 
 EPS = 1e-6
 MAX_FLOW = 5.0
@@ -67,17 +66,15 @@ def _flow(x: Tensor, total: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class FlowformerState(State):
+class FlowformerState(StreamState):
     """The state of causal streams, of constant size, in float32 or better: sums over all tokens so far.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         summary: [B, H, h, h], the sum of b (w v)^T.
         flows: [B, H, 4, h], the sums of b, of a, of n b / O and of n a / I.
         strength: [B, H, 1, 1], the sum of the exponentials that compete.
     """
 
-    position: Tensor
     summary: Tensor
     flows: Tensor
     strength: Tensor

@@ -31,13 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import cut_blocks, exclusive_cumsum, join_blocks
+from lineartime.baselines.blocks import StreamState, cut_blocks, exclusive_cumsum, join_blocks
 from lineartime.errors import check_choice
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.checks import check_fits, check_positive
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import State, in_place, writable
+from lineartime.ops.state import in_place, writable
 
 Rotated = Literal["inputs", "features"]
 """What rotary positions rotate in a linear attention."""
@@ -110,16 +110,14 @@ def weigh_by_cosine(features: Tensor, first: int, max_length: int) -> Tensor:
 
 
 @dataclass(eq=False)
-class LinearState(State):
+class LinearState(StreamState):
     """What causal streams remember.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         summary: [B, H, f, h + 1], the sum of k (v, 1)^T over them, in float32 or better. If features are rotated, the ones are
             summed with plain features.
     """
 
-    position: Tensor
     summary: Tensor
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import fill, open_chunk_pieces
+from lineartime.baselines.blocks import StreamState, fill, open_chunk_pieces
 from lineartime.baselines.sparse import Longformer, LongformerState
 from lineartime.errors import ArgumentError
 from lineartime.layers.attention import HeadOptions
@@ -33,7 +33,6 @@ from lineartime.layers.residual import RMSNorm
 from lineartime.ops.checks import check_positive
 from lineartime.ops.modes import acc_dtype, without_autocast
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import State
 
 FIRST_RATE = 1e-3
 ORTHOGONALISED = (
@@ -90,17 +89,15 @@ def lact_oracle(weights: Tensor, q: Tensor, k: Tensor, v: Tensor, rates: Tensor,
 
 
 @dataclass(eq=False)
-class LaCTState(State):
+class LaCTState(StreamState):
     """The state of causal streams, which stops growing after a window.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         near: the state of the window attention.
         weights, momentum: [B, F, 3, f, f], the weights of the networks, and their last changes before they are orthogonalised.
         open_chunk: [B, F, C, 2 f + 4], keys, values, rates and m of the open chunk.
     """
 
-    position: Tensor
     near: LongformerState
     weights: Tensor
     momentum: Tensor

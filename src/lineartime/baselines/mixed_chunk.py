@@ -29,6 +29,7 @@ from typing_extensions import Unpack
 from lineartime.baselines.blocks import (
     ChunkedHeadOptions,
     ChunkedHeads,
+    StreamState,
     attention_oracle,
     cut_blocks,
     exclusive_cumsum,
@@ -45,7 +46,6 @@ from lineartime.ops.checks import check_fits, check_positive
 from lineartime.ops.mixed_chunk import MixedChunkState, Scales, attend_visible, reciprocal
 from lineartime.ops.modes import acc_dtype, output_dtype, without_autocast
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import State
 
 Local = Literal["own", "overlapping"]
 FeatureMap = Literal["relu", "elu", "cos"]
@@ -70,17 +70,15 @@ def mixed_chunk_scheme_oracle(
 
 
 @dataclass(eq=False)
-class MixedChunkSchemeState(State):
+class MixedChunkSchemeState(StreamState):
     """The state of causal streams, of constant size.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         summary: [B, H, f, h + 1], the sum of features(k) (v, 1)^T over all complete chunks, in float32 or better.
         k, v: [B, H, M C, h] of the open chunk, after the previous one if the local part overlaps; the slots after its tokens
             hold any numbers.
     """
 
-    position: Tensor
     summary: Tensor
     k: Tensor
     v: Tensor

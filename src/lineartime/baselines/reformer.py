@@ -22,13 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import exclusive_cumsum, masked_products
+from lineartime.baselines.blocks import StreamState, exclusive_cumsum, masked_products
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
 from lineartime.ops.checks import check_even, check_positive
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import State
 
 SELF_SCORE = -1e5
 """The published score of a token with itself: it attends to itself only if there is no other token to attend to."""
@@ -77,18 +76,16 @@ def _keys(q: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class ReformerState(State):
+class ReformerState(StreamState):
     """The state of causal streams: a cache of all T tokens so far.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         k: [B, H, T, h], the keys.
         v: [B, H, T, h], the values.
         buckets: int64 [B, H, P, T], the bucket of every token in every round.
         ranks: int64 [B, H, P, T], how many earlier tokens are in the same bucket.
     """
 
-    position: Tensor
     k: Tensor
     v: Tensor
     buckets: Tensor

@@ -29,6 +29,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.baselines.blocks import (
+    StreamState,
     attention_oracle,
     cut_blocks,
     join_blocks,
@@ -44,7 +45,7 @@ from lineartime.layers.dense import factory
 from lineartime.ops.checks import check_positive
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import KVCache, State
+from lineartime.ops.state import KVCache
 
 GATHERED = 8192
 """The number of keys of a head that a stream gathers at a time; bounds the memory for a long prompt."""
@@ -186,16 +187,14 @@ class Sparse(MultiHeadMixer):
 
 
 @dataclass(eq=False)
-class LongformerState(State):
+class LongformerState(StreamState):
     """The state of causal streams, which stops growing after W + n tokens.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         k_global, v_global: [B, H, up to n, h] of the first n tokens.
         k, v: [B, H, up to W - 1, h] of the last W - 1 tokens.
     """
 
-    position: Tensor
     k_global: Tensor
     v_global: Tensor
     k: Tensor
