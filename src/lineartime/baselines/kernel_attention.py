@@ -51,27 +51,11 @@ MIN_DIVISOR = 1e-18
 gradient, is still nonzero in float32."""
 
 
-# Three forms of the causal sums: q, k [..., T, f], v [..., T, h] -> sum over j <= t of (q[t].k[j]) v[j], [..., T, h]
-
-
-def chunked_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sum by chunks: products inside a chunk, and one f x h state for everything before it. Linear in T; best for training."""
-    return continued_sums(q, k, v, None)[0]
-
-
-def prefix_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sum by a prefix sum over tokens, as in the published Performer. It stores T states of f x h, which makes it slow."""
-    states = (k[..., None] * v[..., None, :]).to(acc_dtype(v)).cumsum(-3)
-    return (q[..., None, :] @ states.to(q.dtype)).squeeze(-2)
-
-
-def matmul_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sum by all T x T products, with future ones set to zero: quadratic in T, but only matrix products."""
-    return (q @ k.mT).tril() @ v
-
-
 def continued_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk_size: int = 128) -> tuple[Tensor, Tensor]:
-    """The causal sums by chunks that continue a state [..., f, h] (None for the beginning), and the new state."""
+    """The sums over j <= t of (q[t].k[j]) v[j] that continue a state [..., f, h] (None for the beginning), and the new state.
+
+    By products inside a chunk, and one state for everything before it: linear in L.
+    """
     length = q.shape[-2]
     chunk_size = max(1, min(chunk_size, length))  # a larger chunk would only be padded
     q, k, v = (cut_blocks(x, chunk_size) for x in (q, k, v))  # empty slots add nothing: their features are zero
@@ -159,7 +143,7 @@ class KernelAttention(MultiHeadMixer):
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The causal sums over tokens: q [..., L, f], k [..., L, f], v [..., L, h] -> [..., L, h]."""
-        return chunked_sums(q, k, v)
+        return continued_sums(q, k, v, None)[0]
 
     def rotate(self, q: Tensor, k: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys [N, H, h]; or their features, plain ones before rotated ones, [N, H, 2 f]."""
@@ -257,7 +241,10 @@ class Performer(KernelAttention):
         return relu_features(x)
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return {"prefix": prefix_sums, "matmul": matmul_sums, "chunked": chunked_sums}[self.causal_sums](q, k, v)
+        if self.causal_sums == "prefix":
+            states = (k[..., None] * v[..., None, :]).to(acc_dtype(v)).cumsum(-3)
+            return (q[..., None, :] @ states.to(q.dtype)).squeeze(-2)
+        return (q @ k.mT).tril() @ v if self.causal_sums == "matmul" else super().sums(q, k, v)
 
 
 class LinearTaylor(KernelAttention):
