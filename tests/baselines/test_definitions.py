@@ -28,6 +28,11 @@ def of_options(oracle: Definition, *names: str) -> Definition:
     return lambda layer, _, q, k, v: oracle(q, k, v, **{name: getattr(layer, name) for name in names})
 
 
+def reading(reads: Callable[[Any, int, int], bool]) -> Definition:
+    """Softmax attention of each i to the j that a layer lets it read."""
+    return lambda layer, _, q, k, v: attention_oracle(q, k, v, layer.causal, lambda i, j: reads(layer, i, j))
+
+
 def similar(similarity: Callable[..., Tensor]) -> Definition:
     """Linear attention, by the similarity of a query, a key and their distance."""
     return lambda layer, _, q, k, v: attention_oracle(q, k, v, layer.causal, lambda *_: True, similarity)
@@ -60,15 +65,28 @@ def scheme(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         "cos": cosine,
     }[layer.features]
     reach = int(layer.local == "overlapping")
-    return mixed_chunk.mixed_chunk_scheme_oracle(q, k, v, similarity, chunk_size=CHUNK, reach=reach, causal=layer.causal)
+    near = attention_oracle(q, k, v, layer.causal, lambda i, j: abs(i // CHUNK - j // CHUNK) <= reach)
+    return near + attention_oracle(q, k, v, layer.causal, lambda i, j: i // CHUNK != j // CHUNK, similarity)
 
 
 def bigbird(layer: Any, head: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     blocks = torch.arange(-(-len(q) // layer.block_size))
     chosen, there = layer.choose(blocks, blocks + 1 if layer.causal else torch.full_like(blocks, len(blocks)))
     drawn = [chosen[head, g][there[head, g]].tolist() for g in blocks]
-    options = {"block_size": layer.block_size, "n_global": layer.n_global, "causal": layer.causal}
-    return sparse.bigbird_oracle(q, k, v, drawn, **options)
+
+    def reads(i: int, j: int) -> bool:
+        g, other = i // layer.block_size, j // layer.block_size
+        return abs(g - other) <= 1 or other < layer.n_global or other in drawn[g] or g < layer.n_global
+
+    return attention_oracle(q, k, v, layer.causal, reads)
+
+
+def explicit_topk(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def reads(i: int, j: int) -> bool:
+        scores = k[: i + 1 if layer.causal else None] @ q[i]
+        return bool(scores[j] >= scores.sort(descending=True).values[: layer.n_largest][-1])
+
+    return attention_oracle(q, k, v, layer.causal, reads)
 
 
 def combiner_fixed(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -76,7 +94,8 @@ def combiner_fixed(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tenso
 
 
 def linformer(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return landmarks.linformer_attention_oracle(q, k, v, layer.mix_keys, layer.mix_values)
+    keys, values = (mix[:, : len(x)] @ x for mix, x in ((layer.mix_keys, k), (layer.mix_values, v)))
+    return (q @ keys.mT / q.shape[-1] ** 0.5).softmax(-1) @ values
 
 
 def nystromformer(layer: Any, head: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -89,6 +108,8 @@ def reformer_of(layer: Any, head: int, q: Tensor, k: Tensor, v: Tensor) -> Tenso
     return reformer.reformer_attention_oracle(q, v, buckets, chunk_size=CHUNK, causal=layer.causal)
 
 
+strided = reading(lambda layer, i, j: abs(i - j) < layer.stride or (i - j) % layer.stride == 0)
+longformer = reading(lambda layer, i, j: abs(i - j) < layer.window or min(i, j) < layer.n_global)
 chunked = {"chunk_size": CHUNK}
 ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
     (baselines.BigBird, {"block_size": 2, "n_global": 1, "n_random": 2}, bigbird),
@@ -97,14 +118,14 @@ ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
     (baselines.CombinerFixed, chunked, combiner_fixed),
     (baselines.CosFormer, {"max_length": LONGEST}, similar(cosine)),
     (baselines.Efficient, {}, of_options(efficient.efficient_attention_oracle, "causal")),
-    (baselines.ExplicitTopK, {"n_largest": 1}, of_options(sparse.explicit_topk_oracle, "causal", "n_largest")),
-    (baselines.ExplicitTopK, {"n_largest": 4}, of_options(sparse.explicit_topk_oracle, "causal", "n_largest")),
+    (baselines.ExplicitTopK, {"n_largest": 1}, explicit_topk),
+    (baselines.ExplicitTopK, {"n_largest": 4}, explicit_topk),
     (baselines.Flowformer, {}, of_options(flowformer.flowformer_attention_oracle, "causal")),
     (baselines.LinearELU, {}, linear(elu_features)),
     (baselines.LinearTaylor, {}, linear(taylor_features)),
     (baselines.Linformer, {"n_landmarks": 3, "max_length": LONGEST}, linformer),
-    (baselines.Longformer, {"window": 1, "n_global": 1}, of_options(sparse.longformer_oracle, "causal", "window", "n_global")),
-    (baselines.Longformer, {"window": 4, "n_global": 9}, of_options(sparse.longformer_oracle, "causal", "window", "n_global")),
+    (baselines.Longformer, {"window": 1, "n_global": 1}, longformer),
+    (baselines.Longformer, {"window": 4, "n_global": 9}, longformer),
     (baselines.MCTFM, chunked, of_options(mixed_chunk.mc_tfm_attention_oracle, "causal", "chunk_size")),
     (baselines.MixedChunk, {**chunked, "features": "relu"}, scheme),
     (baselines.MixedChunk, {**chunked, "features": "elu", "local": "overlapping"}, scheme),
@@ -116,8 +137,8 @@ ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
     (baselines.Performer, {"causal_sums": "chunked"}, linear(relu_features)),
     (baselines.Reformer, {**chunked, "n_buckets": 2, "n_rounds": 1}, reformer_of),
     (baselines.Reformer, {**chunked, "n_buckets": 4, "n_rounds": 3}, reformer_of),
-    (baselines.Sparse, {"stride": 1}, of_options(sparse.sparse_oracle, "causal", "stride")),
-    (baselines.Sparse, {"stride": 4}, of_options(sparse.sparse_oracle, "causal", "stride")),
+    (baselines.Sparse, {"stride": 1}, strided),
+    (baselines.Sparse, {"stride": 4}, strided),
 ]
 CASES = {f"{mixer.__name__} {options}": (mixer, options, oracle) for mixer, options, oracle in ROWS}
 

@@ -42,18 +42,6 @@ from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_
 from lineartime.ops.packing import Grid, Packing
 
 
-def flash_cls_oracle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_size: int) -> dict[int, Tensor]:
-    """The new output of the document's first token; bias: [2 C - 1], for the distances from 1 - C to C - 1."""
-    near = slice(0, min(chunk_size, len(v)))
-    weights = (k[near] @ q[0] / q.shape[-1] ** 0.5 + bias[chunk_size - 1 :][near]).softmax(0)
-    return {0: weights @ v[near]}
-
-
-def flash_first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int) -> dict[int, Tensor]:
-    """The new outputs of the first tokens of all chunks."""
-    return {t: (k @ q[t] / q.shape[-1] ** 0.5).softmax(0) @ v for t in range(0, len(v), chunk_size)}
-
-
 class FLASHVariant(FLASH):
     """FLASH with another quadratic or linear part, in plain PyTorch."""
 

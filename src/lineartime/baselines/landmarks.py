@@ -32,12 +32,6 @@ from lineartime.ops.checks import check_fits, check_positive
 ITERATIONS = 6
 
 
-def linformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
-    """The definition for one head of one document: q, k, v [T, h] and E, F [m, M] -> [T, h]. Slow."""
-    keys, values = (torch.stack([sum(row[j] * x[j] for j in range(len(x))) for row in m]) for m, x in ((e, k), (f, v)))
-    return torch.stack([(keys @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ values for i in range(len(q))])
-
-
 def nystromformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_landmarks: int) -> Tensor:
     """The definition for one head of one document, without the convolution: q, k, v [T, h] -> [T, h]."""
     length, scale = len(v), q.shape[-1] ** -0.5

@@ -18,7 +18,6 @@ the comparison of approximation costs (MC-TFM++).
     R(t) = tokens of all chunks but t's own; causal: of those before it; nothing is added if there is none
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -49,24 +48,6 @@ from lineartime.ops.packing import Packing
 
 Local = Literal["own", "overlapping"]
 FeatureMap = Literal["relu", "elu", "cos"]
-
-
-def mixed_chunk_scheme_oracle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    similarity: Callable[[Tensor, Tensor, int], Tensor],
-    *,
-    chunk_size: int,
-    reach: int,
-    causal: bool = False,
-) -> Tensor:
-    """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h].
-
-    `similarity` computes s(t, j) from a query, a key and t - j. The local part covers chunks at most `reach` away from t's own.
-    """
-    near = attention_oracle(q, k, v, causal, lambda t, j: abs(j // chunk_size - t // chunk_size) <= reach)
-    return near + attention_oracle(q, k, v, causal, lambda t, j: j // chunk_size != t // chunk_size, similarity)
 
 
 @dataclass(eq=False)

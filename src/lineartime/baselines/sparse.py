@@ -30,7 +30,6 @@ from typing_extensions import Unpack
 
 from lineartime.baselines.blocks import (
     StreamState,
-    attention_oracle,
     cut_blocks,
     join_blocks,
     joint_softmax,
@@ -51,38 +50,6 @@ GATHERED = 8192
 """The number of keys of a head that a stream gathers at a time; bounds the memory for a long prompt."""
 COMPARED = 2**20
 """The number of pairs of a new and a cached token that a stream compares at a time; bounds the memory for a long prompt."""
-
-
-def sparse_oracle(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool) -> Tensor:
-    """The definition of Sparse."""
-    return attention_oracle(q, k, v, causal, lambda i, j: abs(i - j) < stride or (i - j) % stride == 0)
-
-
-def longformer_oracle(q: Tensor, k: Tensor, v: Tensor, *, window: int, n_global: int, causal: bool) -> Tensor:
-    """The definition of Longformer."""
-    return attention_oracle(q, k, v, causal, lambda i, j: abs(i - j) < window or j < n_global or i < n_global)
-
-
-def bigbird_oracle(
-    q: Tensor, k: Tensor, v: Tensor, random_blocks: list[list[int]], *, block_size: int, n_global: int, causal: bool
-) -> Tensor:
-    """The definition of BigBird, given the random blocks of each block."""
-
-    def reads(i: int, j: int) -> bool:
-        g, other = i // block_size, j // block_size
-        return abs(g - other) <= 1 or other < n_global or other in random_blocks[g] or g < n_global
-
-    return attention_oracle(q, k, v, causal, reads)
-
-
-def explicit_topk_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_largest: int, causal: bool) -> Tensor:
-    """The definition of ExplicitTopK."""
-
-    def reads(i: int, j: int) -> bool:
-        scores = k[: i + 1 if causal else None] @ q[i]
-        return bool(scores[j] >= scores.sort(descending=True).values[:n_largest][-1])
-
-    return attention_oracle(q, k, v, causal, reads)
 
 
 def visible_band(size: int, causal: bool, device: torch.device, reach: int) -> Tensor:
