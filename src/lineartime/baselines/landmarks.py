@@ -34,19 +34,15 @@ ITERATIONS = 6
 
 def nystromformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_landmarks: int) -> Tensor:
     """The definition for one head of one document, without the convolution: q, k, v [T, h] -> [T, h]."""
-    length, scale = len(v), q.shape[-1] ** -0.5
-    if length <= n_landmarks:
-        return torch.stack([(k @ q[i] * scale).softmax(0) @ v for i in range(length)])
-    ends = [landmark * length // n_landmarks for landmark in range(n_landmarks + 1)]
+
+    def softmax(q: Tensor, k: Tensor) -> Tensor:
+        return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1)
+
+    if len(v) <= n_landmarks:
+        return softmax(q, k) @ v
+    ends = [landmark * len(v) // n_landmarks for landmark in range(n_landmarks + 1)]
     q_l, k_l = (torch.stack([x[a:b].mean(0) for a, b in pairwise(ends)]) for x in (q, k))
-    between = torch.stack([(k_l @ query * scale).softmax(0) for query in q_l])
-    summaries = torch.stack([(k @ query * scale).softmax(0) @ v for query in q_l])
-    one = torch.eye(n_landmarks, dtype=v.dtype)
-    z = between.mT / (between.sum(0).max() * between.sum(1).max())
-    for _ in range(ITERATIONS):
-        az = between @ z
-        z = z @ (13 * one - az @ (15 * one - az @ (7 * one - az))) / 4
-    return torch.stack([(k_l @ q[i] * scale).softmax(0) @ z @ summaries for i in range(length)])
+    return softmax(q, k_l) @ pseudo_inverse(softmax(q_l, k_l)) @ softmax(q_l, k) @ v
 
 
 def convolution_oracle(v: Tensor, weights: Tensor) -> Tensor:
