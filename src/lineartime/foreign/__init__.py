@@ -12,7 +12,7 @@ _HOMES = {
     "PoseScaleNorm": "rtmpose",
     "convert": "conversion",
     "from_flash_pytorch": "flash_pytorch",
-    "from_flash_quad": "flash_quad",
+    "from_flash_quad": "flash_pytorch",
     "from_gau_alpha": "gau_alpha",
     "from_mossformer": "mossformer",
     "from_rtmpose": "rtmpose",
