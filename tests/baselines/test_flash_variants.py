@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lineartime.baselines import FLASHCLS, FLASHFirstToAll, FLASHGlobal, FLASHLocal, FLASHOverlapping, FLASHWeighted
 from lineartime.baselines import flash_variants as variants
-from lineartime.layers import FLASH, GAU
+from lineartime.layers import FLASH
 from lineartime.ops import Packing, attend, describe, oracle
 
 CHUNK = 4
@@ -36,15 +36,6 @@ def part_of_flash(layer: FLASH, v: Tensor, near: Any = (None, None), far: Any = 
 
 def inputs_of(length: int) -> list[Tensor]:
     return [torch.randn(length, width) for width in (4, 4, 4, 4, 5)]
-
-
-@lengths
-def test_causal_flash_with_one_chunk_is_a_gau(length: int) -> None:
-    flash = noisy(FLASH(8, d_qk=4, chunk_size=17, causal=True).double())
-    gau = GAU(8, d_qk=4, causal=True, max_length=17).double()
-    gau.load_state_dict({**flash.state_dict(), "gamma": flash.gamma[:2], "beta": flash.beta[:2]})
-    x = torch.randn(2, length, 8, dtype=torch.float64)
-    torch.testing.assert_close(flash(x), gau(x), atol=1e-10, rtol=0)
 
 
 @every_pair(causal=[False, True], length=LENGTHS, activation=["relu2", "softmax"])
