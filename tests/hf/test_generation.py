@@ -69,18 +69,6 @@ def test_modes_of_generation_run_alike_with_a_cache_and_without(system: str, mod
     assert texts[0].tolist() == texts[1].tolist()
 
 
-def test_generation_returns_what_it_is_asked_for(causal: LineartimeForCausalLM) -> None:
-    options = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "return_dict_in_generate": True}
-    output = causal.generate(ids_of(2, 9), max_new_tokens=5, do_sample=False, **options)
-    assert [len(output.scores), len(output.logits), len(output.hidden_states)] == [5, 5, 5]
-    assert [hidden[-1].shape[1] for hidden in output.hidden_states] == [9, 1, 1, 1, 1]
-    whole = causal(output.sequences, output_hidden_states=True)
-    for step, logits in enumerate(output.logits):
-        close(logits, whole.logits[:, 8 + step])
-    for layer, hidden in enumerate(whole.hidden_states):
-        close(torch.cat([step[layer] for step in output.hidden_states], 1), hidden[:, :-1])
-
-
 def test_a_given_cache_is_continued_right_or_refused(causal: LineartimeForCausalLM) -> None:
     ids, options = ids_of(1, 9), {**GREEDY, "repetition_penalty": 2.0}  # other tokens at each step
     whole = causal.generate(ids, **options)[:, 9:].tolist()

@@ -77,24 +77,6 @@ def test_rows_of_a_batch_have_the_logits_of_each_alone(system: str) -> None:
                 close(row[own_mask == 1], expected)
 
 
-@pytest.mark.parametrize(("system", "dtype"), [*((kind, torch.float32) for kind in KINDS), ("flash", torch.bfloat16)])
-@torch.no_grad()
-def test_streams_of_a_padded_batch_continue_as_each_would_alone(system: str, dtype: torch.dtype) -> None:
-    model = causal_model(system) if dtype == torch.float32 else hf.LineartimeForCausalLM(tiny(system)).to(dtype).eval()
-    long, short, new = ids_of(1, 11), ids_of(1, 4), ids_of(2, 12)
-    ids = torch.cat([long, F.pad(short, (7, 0))])
-    mask = torch.cat([torch.ones_like(long), F.pad(torch.ones_like(short), (7, 0))])
-    alone = [model(torch.cat([text, rest[None]], 1)).logits[0, -12:] for text, rest in zip((long, short), new, strict=True)]
-    cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
-    cache.reorder_cache(torch.tensor([1, 0, 1]))
-    pieces = []
-    for start, end in ((0, 1), (1, 2), (2, 10), (10, 12)):
-        mask = torch.ones(3, 11 + end, dtype=torch.long)
-        pieces.append(model(new[[1, 0, 1], start:end], attention_mask=mask, past_key_values=cache).logits)
-    found, expected = torch.cat(pieces, 1), torch.stack([alone[1], alone[0], alone[1]])
-    close(found.float(), expected.float(), 1e-5 if dtype == torch.float32 else 2e-3)
-
-
 @every_kind
 def test_packed_documents_do_not_read_each_other(system: str) -> None:
     model = awake(hf.LineartimeModel(tiny(system, "mlm")))
