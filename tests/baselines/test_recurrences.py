@@ -11,8 +11,8 @@ from tests.definitions import noisy
 from torch import Tensor
 
 from lineartime.baselines import GLA, RWKV7, DeltaNet, GatedDeltaNet, LaCT, Mamba2, RetNet
-from lineartime.baselines.lact import lact_oracle
-from lineartime.baselines.recurrence import LONGEST_DECAY, Tokens, recurrence, recurrence_oracle, recurrence_step
+from lineartime.baselines.lact import net, orthogonalised
+from lineartime.baselines.recurrence import LONGEST_DECAY, Tokens, recurrence, recurrence_step
 from lineartime.models import build
 from lineartime.ops.positions import rotary_table, rotate
 
@@ -31,9 +31,18 @@ def drawn(length: int, per_feature: bool, delta: bool, fastest: float = 1.0) -> 
     return Tokens(normal(KEY), normal(KEY), normal(VALUE), decays.requires_grad_(), *rule)
 
 
+def by_token(q: Tensor, k: Tensor, v: Tensor, moved: Tensor) -> Tensor:
+    """S[t] = A[t] S[t - 1] + k[t] v[t]^T and o[t] = S[t]^T q[t] of one head; `moved`, [T, s, s], holds the matrices A."""
+    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
+    for t in range(len(v)):
+        s = moved[t] @ s + torch.outer(k[t], v[t])
+        rows.append(s.mT @ q[t])
+    return torch.stack(rows)
+
+
 def defined(x: Tokens) -> Tensor:
     moved = x.g.exp().expand_as(x.k).diag_embed()
-    return recurrence_oracle(x.q, x.k, x.v, moved if x.a is None or x.b is None else moved + x.a[..., None] * x.b[:, None])
+    return by_token(x.q, x.k, x.v, moved if x.a is None or x.b is None else moved + x.a[..., None] * x.b[:, None])
 
 
 @pytest.mark.parametrize(("per_feature", "delta"), list(product([False, True], repeat=2)))
@@ -103,13 +112,13 @@ def retnet(_: Any, head: int, maps: Sequence[Tensor], __: Tensor) -> Tensor:
     q, k, v = maps
     turned = rotary_table(torch.arange(len(v)), q.shape[1] // 2, q.dtype)
     gamma = (1 - 2.0 ** (-5 - head)) * torch.eye(q.shape[1]).double()
-    return recurrence_oracle(rotate(q, turned) / q.shape[1] ** 0.5, rotate(k, turned), v, gamma.expand(len(v), -1, -1))
+    return by_token(rotate(q, turned) / q.shape[1] ** 0.5, rotate(k, turned), v, gamma.expand(len(v), -1, -1))
 
 
 def gla(layer: GLA, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
     q, k, v = maps
     alpha = layer.heads(layer.to_decay(layer.to_rank(normed)).sigmoid() ** (1 / 16))[:, head]
-    return recurrence_oracle(q / q.shape[1] ** 0.5, k, v, alpha.diag_embed())
+    return by_token(q / q.shape[1] ** 0.5, k, v, alpha.diag_embed())
 
 
 def deltanet(layer: DeltaNet, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
@@ -120,13 +129,13 @@ def deltanet(layer: DeltaNet, head: int, maps: Sequence[Tensor], normed: Tensor)
         alpha = (-layer.decay.log_a[head].exp() * step).exp()
     stored = layer.to_beta(normed).sigmoid()[:, head, None] * k
     moved = alpha[:, None, None] * (torch.eye(k.shape[1]) - stored[..., None] * k[:, None])
-    return recurrence_oracle(q / q.shape[1] ** 0.5, stored, v, moved)
+    return by_token(q / q.shape[1] ** 0.5, stored, v, moved)
 
 
 def mamba2(layer: Mamba2, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
     c, b, x = maps
     step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[:, head, None]
-    return recurrence_oracle(c, step * b, x, (-layer.decay.log_a[head].exp() * step).exp().expand_as(b).diag_embed())
+    return by_token(c, step * b, x, (-layer.decay.log_a[head].exp() * step).exp().expand_as(b).diag_embed())
 
 
 def rwkv7(layer: RWKV7, head: int, maps: Sequence[Tensor], _: Tensor) -> Tensor:
@@ -134,7 +143,7 @@ def rwkv7(layer: RWKV7, head: int, maps: Sequence[Tensor], _: Tensor) -> Tensor:
     removal, replacement = (part.view(HEADS, -1)[head] for part in (layer.removal, layer.replacement))
     c, w = unit(k * removal), (-torch.tensor(-0.5).double().exp() * w.sigmoid()).exp()
     k = k * (1 + (a - 1) * replacement)
-    return recurrence_oracle(r, k, v, w.diag_embed() - (a * c)[..., None] * c[:, None])
+    return by_token(r, k, v, w.diag_embed() - (a * c)[..., None] * c[:, None])
 
 
 ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
@@ -201,5 +210,17 @@ def test_networks_of_lact_descend_as_autograd_says() -> None:
         found, _ = layer.read_fast(fast.transpose(0, 1)[None], 0, None)
         for head in range(HEADS):
             q, k, v, rates, m = fast[:, head].split([width, width, width, 3, 1], -1)
-            expected = lact_oracle(layer.weights[head], q, k, v, rates, m[:, 0], chunk_size=size)
-            torch.testing.assert_close(found[0, head], expected, atol=1e-10, rtol=1e-9)
+            weights, change, expected = layer.weights[head], torch.zeros_like(layer.weights[head]), []
+            lengths = weights.norm(dim=-1, keepdim=True)
+            for start in range(0, length, size):
+                chunk = range(start, min(start + size, length))
+                expected += [net(weights, q[t, None])[0] for t in chunk]
+                change = m[chunk].mean() * change
+                for t in chunk:
+                    with torch.enable_grad():
+                        before = weights.detach().requires_grad_()
+                        (gradient,) = torch.autograd.grad(-(net(before, k[t, None])[0] @ v[t]), before)
+                    change = change - rates[t][:, None, None] * gradient
+                weights = weights + orthogonalised(change)
+                weights = weights / (weights.norm(dim=-1, keepdim=True) + 1e-5) * lengths
+            torch.testing.assert_close(found[0, head], torch.stack(expected), atol=1e-10, rtol=1e-9)

@@ -4,7 +4,7 @@ Shapes: B streams, R rows, L tokens of a row, H heads, S block size, G blocks, C
 tensors of the functions may have other leading dimensions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,30 +23,6 @@ class StreamState(State):
     """The state of causal streams; `position`, int64 [B], is the number of tokens that each has read."""
 
     position: Tensor
-
-
-def attention_oracle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    reads: Callable[[int, int], bool],
-    similarity: Callable[[Tensor, Tensor, int], Tensor] | None = None,
-) -> Tensor:
-    """Attention of each t to the j that it reads, for definitions: q, k, v [T, h] of one head of one document -> [T, h].
-
-    By softmax; or by the similarities of a query, a key and t - j, divided by their sum.
-    """
-    rows = []
-    for t in range(len(v)):
-        own = [j for j in range(len(v)) if (j <= t or not causal) and reads(t, j)]
-        if similarity is None:
-            weights = (k[own] @ q[t] / q.shape[-1] ** 0.5).softmax(0)
-        else:
-            similarities = torch.stack([similarity(q[t], k[j], t - j) for j in own]) if own else v[:0, 0]
-            weights = similarities / similarities.sum()
-        rows.append(weights @ v[own])
-    return torch.stack(rows)
 
 
 def scaled_products(q: Tensor, k: Tensor) -> Tensor:

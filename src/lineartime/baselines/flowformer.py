@@ -37,29 +37,6 @@ MAX_FLOW = 5.0
 """The upper bound of a conserved flow, which is 1 on average, before the competition."""
 
 
-def flowformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
-    """The definition for one head and one document, one token at a time: q, k, v [T, h] -> [T, h]."""
-    a, b = q.sigmoid(), k.sigmoid()
-    tokens = range(len(v))
-    so_far = [slice(0, t + 1) if causal else slice(None) for t in tokens]
-    count = torch.tensor([t + 1.0 if causal else 1.0 for t in tokens], dtype=v.dtype)
-
-    def flow(x: Tensor, total: Tensor) -> Tensor:
-        return (x + EPS) @ (total + EPS)
-
-    incoming = torch.stack([flow(a[t], b[so_far[t]].sum(0)) for t in tokens]) / count
-    outgoing = torch.stack([flow(b[j], a[so_far[j]].sum(0)) for j in tokens]) / count
-    sinks = torch.stack([flow(a[t], (b / outgoing[:, None])[so_far[t]].sum(0)) for t in tokens]) / count
-    sources = torch.stack([flow(b[j], (a / incoming[:, None])[so_far[j]].sum(0)) for j in tokens]) / count
-    strength = sources.clamp(max=MAX_FLOW).exp()
-    share = torch.stack([strength[j] / strength[so_far[j]].mean() for j in tokens])
-    rows = []
-    for t in tokens:
-        weights = b[so_far[t]] @ a[t] / (incoming[t] * count[t])
-        rows.append(sinks[t].sigmoid() * (weights * share[so_far[t]]) @ v[so_far[t]])
-    return torch.stack(rows)
-
-
 def _flow(x: Tensor, total: Tensor) -> Tensor:
     """The flow between every token and a sum of others: [..., L, h] and [..., L or 1, h] -> [..., L, 1]."""
     return ((x + EPS) * (total + EPS)).sum(-1, keepdim=True)

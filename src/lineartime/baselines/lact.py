@@ -70,24 +70,6 @@ def descent(weights: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
     return torch.stack([of_gate.mT @ (r0 * k), v.mT @ (r1 * F.silu(gate) * value), (hidden * F.silu(gate)).mT @ (r2 * k)], -3)
 
 
-def lact_oracle(weights: Tensor, q: Tensor, k: Tensor, v: Tensor, rates: Tensor, m: Tensor, *, chunk_size: int) -> Tensor:
-    """The definition for one network and document: [3, f, f], q, k, v [T, f], rates [T, 3], m [T] -> [T, f]. Slow."""
-    lengths, change, rows = weights.norm(dim=-1, keepdim=True), torch.zeros_like(weights), []
-    for start in range(0, len(v), chunk_size):
-        chunk = range(start, min(start + chunk_size, len(v)))
-        rows += [net(weights, q[t, None])[0] for t in chunk]
-        change = m[chunk].mean() * change
-        for t in chunk:
-            with torch.enable_grad():
-                before = weights.detach().requires_grad_()
-                loss = -(net(before, k[t, None])[0] @ v[t])
-                (gradient,) = torch.autograd.grad(loss, before)
-            change = change - rates[t][:, None, None] * gradient
-        weights = weights + orthogonalised(change)
-        weights = weights / (weights.norm(dim=-1, keepdim=True) + 1e-5) * lengths
-    return torch.stack(rows)
-
-
 @dataclass(eq=False)
 class LaCTState(StreamState):
     """The state of causal streams, which stops growing after a window.

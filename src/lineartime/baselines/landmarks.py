@@ -16,8 +16,6 @@ Shapes: R rows (one for each document), H heads, L tokens of the longest row, T 
 M the longest sequence allowed, w width of the convolution.
 """
 
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,29 +28,6 @@ from lineartime.layers.dense import factory
 from lineartime.ops.checks import check_fits, check_positive
 
 ITERATIONS = 6
-
-
-def nystromformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_landmarks: int) -> Tensor:
-    """The definition for one head of one document, without the convolution: q, k, v [T, h] -> [T, h]."""
-
-    def softmax(q: Tensor, k: Tensor) -> Tensor:
-        return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1)
-
-    if len(v) <= n_landmarks:
-        return softmax(q, k) @ v
-    ends = [landmark * len(v) // n_landmarks for landmark in range(n_landmarks + 1)]
-    q_l, k_l = (torch.stack([x[a:b].mean(0) for a, b in pairwise(ends)]) for x in (q, k))
-    return softmax(q, k_l) @ pseudo_inverse(softmax(q_l, k_l)) @ softmax(q_l, k) @ v
-
-
-def convolution_oracle(v: Tensor, weights: Tensor) -> Tensor:
-    """The definition of the convolution for one head of one document: [T, h] and [w] -> [T, h]."""
-    reach = len(weights) // 2
-    rows = []
-    for i in range(len(v)):
-        near = [j for j in range(len(v)) if abs(i - j) <= reach]
-        rows.append(torch.stack([weights[j - i + reach] * v[j] for j in near]).sum(0))
-    return torch.stack(rows)
 
 
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:

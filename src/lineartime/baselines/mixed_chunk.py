@@ -29,7 +29,6 @@ from lineartime.baselines.blocks import (
     ChunkedHeadOptions,
     ChunkedHeads,
     StreamState,
-    attention_oracle,
     cut_blocks,
     exclusive_cumsum,
     fill,
@@ -173,16 +172,6 @@ class MixedChunk(ChunkedHeads):
         summary = chunk.new_zeros(*chunk.shape[:2], n_features, self.head_dim + 1)
         kept = torch.cat([chunk, chunk], -2) if self.local == "overlapping" else chunk
         return MixedChunkSchemeState(self.first_position(batch_size), summary, kept, kept)
-
-
-def mc_tfm_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
-    """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h]."""
-    rows = []
-    for t in range(len(v)):
-        own = slice(t // chunk_size * chunk_size, (t // chunk_size + 1) * chunk_size)
-        far = [j for j in range(len(v)) if j < own.start or (j >= own.stop and not causal)]
-        rows.append(q[t] * q.shape[-1] ** -0.5 @ (k[far].mT @ v[far]) / max(1, len(far)))
-    return torch.stack(rows) + attention_oracle(q, k, v, causal, lambda t, j: j // chunk_size == t // chunk_size)
 
 
 class MCTFM(ChunkedHeads):

@@ -65,18 +65,6 @@ class Tokens(NamedTuple):
         return Tokens(function(self.q), function(self.k), function(self.v), function(self.g), *(rule or ()))
 
 
-def recurrence_oracle(q: Tensor, k: Tensor, v: Tensor, moved: Tensor) -> Tensor:
-    """The definition for one head of one document, one token at a time: q, k [T, s], v [T, e] -> [T, e].
-
-    `moved`, [T, s, s], holds the matrices diag(exp(g[t])) + a[t] b[t]^T, which say what each token does to the state.
-    """
-    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
-    for t in range(len(v)):
-        s = moved[t] @ s + torch.outer(k[t], v[t])
-        rows.append(s.mT @ q[t])
-    return torch.stack(rows)
-
-
 def recurrence(x: Tokens, state: Tensor, *, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Continue a state by any number of tokens: [..., s, e] -> the outputs [..., T, e], and the state after them.
 

@@ -36,21 +36,6 @@ COMPARED = 2**20
 """The number of pairs of a new and a cached token that a stream compares at a time; bounds the memory for a long prompt."""
 
 
-def reformer_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_size: int, causal: bool) -> Tensor:
-    """The definition for one head of one document, q [T, h], v [T, e], buckets [P, T] -> [T, e]: slow."""
-    rows = []
-    for i in range(len(q)):
-        reads = []
-        for bucket in buckets.tolist():
-            members = [j for j in range(len(q)) if bucket[j] == bucket[i]]
-            chunk = members.index(i) // chunk_size
-            near = [j for rank, j in enumerate(members) if rank // chunk_size in (chunk - 1, chunk)]
-            reads += [j for j in near if (j <= i or not causal) and j not in reads]
-        scores = [q.new_tensor(SELF_SCORE) if j == i else q[i] @ q[j] / q[j].norm() for j in reads]
-        rows.append(torch.stack(scores).softmax(0) @ v[reads])
-    return torch.stack(rows)
-
-
 def reformer_buckets(x: Tensor, directions: Tensor) -> Tensor:
     """The bucket of every vector in every round: [R, H, L, h] and directions [H, P, h, n / 2] -> int64 [R, H, P, L]."""
     dtype = acc_dtype(x)
