@@ -110,35 +110,28 @@ class MixedChunk(ChunkedHeads):
         return weigh_by_cosine(x.relu(), first, self.max_length)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        real = real_tokens(v, real)
-        size = max(1, min(self.chunk_size, v.shape[-2]))  # a larger chunk would only be padded
-        keys = self.map_features(k, 0).masked_fill(~real[:, None, :, None], 0.0)
-        return self._attend_near(q, k, v, real, size) + self._attend_far(self.map_features(q, 0), keys, v, size)
-
-    def _attend_near(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, chunk_size: int) -> Tensor:
-        length, overlapping, causal = v.shape[-2], self.local == "overlapping", self.causal
+        real, length, causal, features = real_tokens(v, real)[:, None, :, None], v.shape[-2], self.causal, self.map_features
+        size = max(1, min(self.chunk_size, length))  # a larger chunk would only be padded
 
         def readable(x: Tensor) -> Tensor:
             """[..., L, f] -> [..., G, C, f], concatenated with the neighbours if they overlap."""
-            chunks = cut_blocks(x, chunk_size)
-            return with_neighbours(chunks, causal) if overlapping else chunks
+            chunks = cut_blocks(x, size)
+            return with_neighbours(chunks, causal) if self.local == "overlapping" else chunks
 
-        visible = readable(real[:, None, :, None]).mT
+        visible = readable(real).mT
         if causal:
             place = torch.arange(length, device=v.device)[:, None]
-            visible = visible & (readable(place).mT <= cut_blocks(place, chunk_size))
-        scores = masked_products(cut_blocks(q, chunk_size), readable(k), visible)
-        return join_blocks(scores.softmax(-1).to(v.dtype) @ readable(v), length)
+            visible = visible & (readable(place).mT <= cut_blocks(place, size))
+        scores = masked_products(cut_blocks(q, size), readable(k), visible)
+        local = scores.softmax(-1).to(v.dtype) @ readable(v)
 
-    def _attend_far(self, q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> Tensor:
-        """The global part from the features of q and k, [R, H, L, f], zero for padding keys."""
-        length = v.shape[-2]
-        q, k, values = (cut_blocks(x, chunk_size) for x in (q, k, with_ones(v)))
-        sums = (k.mT @ values).to(acc_dtype(v))  # [R, H, G, f, h + 1]
+        parts = features(q, 0), features(k, 0).masked_fill(~real, 0.0), with_ones(v)
+        queries, keys, values = (cut_blocks(x, size) for x in parts)
+        sums = (keys.mT @ values).to(acc_dtype(v))  # [R, H, G, f, h + 1]
         others = exclusive_cumsum(sums, -3)
-        if not self.causal:  # not the total minus the own chunk: the difference could be mostly rounding error
+        if not causal:  # not the total minus the own chunk: the difference could be mostly rounding error
             others = others + exclusive_cumsum(sums.flip(-3), -3).flip(-3)
-        return join_blocks(normalized(q @ others.to(q.dtype)), length)
+        return join_blocks(local + normalized(queries @ others.to(queries.dtype)), length)
 
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkSchemeState, packing: Packing
