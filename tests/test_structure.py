@@ -172,9 +172,9 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30820,
+    "all source": 30320,
     "all tests": 22470,
-    "baselines": 3600,
+    "baselines": 3160,
     "bench": 700,
     "checkpoint": 560,
     "cli": 1340,
@@ -182,10 +182,10 @@ BUDGETS: dict[str, int] = {
     "evaluation": 560,
     "experiments": 1840,
     "finetuning": 1400,
-    "foreign": 1460,
+    "foreign": 1440,
     "generation": 780,
     "ground": 1410,
-    "hf": 1400,
+    "hf": 1350,
     "inspection": 280,
     "layers": 2360,
     "models": 2680,
