@@ -16,10 +16,8 @@ from lineartime.generation.prompts import PREFILL
 from lineartime.hf import LineartimeCache, LineartimeForCausalLM
 from lineartime.hf.cache import CACHE
 
-every_kind = pytest.mark.parametrize("system", KINDS)
 
-
-@every_kind
+@pytest.mark.parametrize("system", KINDS)
 def test_greedy_tokens_are_those_of_lineartime(system: str) -> None:
     model, prompt, streamed = causal_model(system), ids_of(1, 13), list[int]()
     streamer = SimpleNamespace(put=lambda tokens: streamed.extend(tokens.flatten().tolist()), end=lambda: streamed.append(-1))

@@ -133,10 +133,8 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             if generation_config.use_cache:
                 model_kwargs[CACHE] = LineartimeCache()
             return
-        past, width = (
-            cache.get_seq_length(),
-            getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1],
-        )
+        past = cache.get_seq_length()
+        width = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         if past and not generation_config.use_cache:
             raise ArgumentError("use_cache", f"is False, but {CACHE} has read {past} tokens: leave out one of the two.")
         if past and width is not None and width <= past:  # of the mask, which always covers the tokens that the cache has read
