@@ -359,9 +359,9 @@ def test_pseudo_inverse_of_a_row_is_that_of_linear_algebra() -> None:
 
 def drawn_blocks(count: int, causal: bool = True) -> list[list[list[int]]]:
     """The random blocks of every block of a document with so many, for both heads; the first two are global."""
-    block = torch.arange(count)
-    n_blocks = block + 1 if causal else torch.full_like(block, count)
-    chosen, there = sparse.choose_blocks(torch.tensor([1, 2**32 - 1]), block, n_blocks, n_global=2, n_random=3)
+    layer, block = baselines.BigBird(2, n_heads=1, n_global=2, n_random=3), torch.arange(count)
+    layer.seeds = torch.tensor([1, 2**32 - 1])
+    chosen, there = layer.choose(block, block + 1 if causal else torch.full_like(block, count))
     return [[chosen[head, g][there[head, g]].tolist() for g in range(count)] for head in range(2)]
 
 
@@ -376,7 +376,9 @@ def test_random_blocks_are_distinct_and_neither_near_nor_global(causal: bool, co
 
 def test_every_other_block_is_drawn_about_as_often() -> None:
     last = torch.tensor([21])  # its others: blocks 1 to 19 of a causal row
-    chosen, there = sparse.choose_blocks(torch.randint(2**32, (4000,)), last, last + 1, n_global=1, n_random=1)
+    layer = baselines.BigBird(2, n_heads=1, n_global=1, n_random=1)
+    layer.seeds = torch.randint(2**32, (4000,))
+    chosen, there = layer.choose(last, last + 1)
     assert there.all()
     counts = chosen.flatten().bincount(minlength=20)[1:]
     assert len(counts) == 19

@@ -229,32 +229,6 @@ class Longformer(MultiHeadMixer):
         return LongformerState(self.first_position(batch_size), empty, empty, empty, empty)
 
 
-def choose_blocks(seeds: Tensor, block: Tensor, n_blocks: Tensor, *, n_global: int, n_random: int) -> tuple[Tensor, Tensor]:
-    """Choose the random blocks of every block.
-
-    Args:
-        seeds: int64 [H], below 2^32.
-        block: int64 [..., G], the indices of the query blocks.
-        n_blocks: int64 [..., G], the number of blocks that each of them can attend to; if causal, those up to itself.
-        n_global: n.
-        n_random: r.
-
-    Returns:
-        The indices of the blocks, int64 [..., H, G, r], and whether they exist, bool [..., H, G, r]; if not, the index is 0.
-    """
-    part = torch.arange(n_random, device=block.device)
-    block, n_blocks = block[..., None, :, None], n_blocks[..., None, :, None]
-    near_start = (block - 1).clamp(min=n_global)
-    near = (torch.minimum(block + 2, n_blocks) - near_start).clamp(min=0)
-    others = (n_blocks - n_global - near).clamp(min=0)
-    start, stop = part * others // n_random, (part + 1) * others // n_random
-    drawn = _hash(_hash(block * n_random + part) ^ seeds[:, None, None]) % (stop - start).clamp(min=1)
-    chosen = n_global + start + drawn
-    chosen = torch.where(chosen >= near_start, chosen + near, chosen)
-    there = (stop > start).expand_as(chosen)
-    return chosen * there, there
-
-
 def _hash(x: Tensor) -> Tensor:
     """Hash numbers below 2^32 to numbers below 2^32, int64 -> int64; no product exceeds 2^63."""
     for _ in range(2):
@@ -312,8 +286,21 @@ class BigBird(MultiHeadMixer):
         self.seeds.random_(2**32)
 
     def choose(self, block: Tensor, n_blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The random blocks of each head: see `choose_blocks`."""
-        return choose_blocks(self.seeds, block, n_blocks, n_global=self.n_global, n_random=self.n_random)
+        """The random blocks of query blocks, int64 [..., G], each of which can attend to the first `n_blocks`, int64 [..., G].
+
+        Their indices, int64 [..., H, G, r], and whether they exist, bool [..., H, G, r]; if not, the index is 0.
+        """
+        part = torch.arange(self.n_random, device=block.device)
+        block, n_blocks = block[..., None, :, None], n_blocks[..., None, :, None]
+        near_start = (block - 1).clamp(min=self.n_global)
+        near = (torch.minimum(block + 2, n_blocks) - near_start).clamp(min=0)
+        others = (n_blocks - self.n_global - near).clamp(min=0)
+        start, stop = part * others // self.n_random, (part + 1) * others // self.n_random
+        drawn = _hash(_hash(block * self.n_random + part) ^ self.seeds[:, None, None]) % (stop - start).clamp(min=1)
+        chosen = self.n_global + start + drawn
+        chosen = torch.where(chosen >= near_start, chosen + near, chosen)
+        there = (stop > start).expand_as(chosen)
+        return chosen * there, there
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend with (3 + n + r) S scores per token, (2 + n + r) S if causal: q, k, v [R, H, L, h] -> [R, H, L, h]."""
