@@ -57,14 +57,6 @@ class FlowformerState(StreamState):
     strength: Tensor
 
 
-def empty_state(keys: Tensor, d_value: int) -> FlowformerState:
-    """The state before the first token of keys [R, H, L, h], on their device and in their dtype (at least float32)."""
-    rows, heads, _, width = keys.shape
-    shapes = ((width, d_value), (4, width), (1, 1))
-    position = keys.new_zeros(rows, dtype=torch.long)
-    return FlowformerState(position, *(keys.new_zeros(rows, heads, *shape, dtype=acc_dtype(keys)) for shape in shapes))
-
-
 def _continued(
     q: Tensor, k: Tensor, v: Tensor, state: FlowformerState, position: Tensor | int, real: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -100,7 +92,7 @@ class Flowformer(MultiHeadMixer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend in time linear in L: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         if self.causal:  # padding comes after the real tokens, and no token attends to later ones
-            return _continued(q, k, v, empty_state(k, v.shape[-1]), 0)[0]
+            return _continued(q, k, v, self.init_own_state(len(q)), 0)[0]
         a, b = (x.to(acc_dtype(x)).sigmoid() for x in (q, k))
         here = real_tokens(v, real)[:, None, :, None]
 
@@ -123,4 +115,6 @@ class Flowformer(MultiHeadMixer):
         return out, FlowformerState(state.position + packing.new, *sums)
 
     def init_own_state(self, batch_size: int) -> FlowformerState:
-        return empty_state(self.empty_cache(batch_size), self.head_dim)
+        empty, width = self.empty_cache(batch_size, acc_dtype(self.any_parameter)), self.head_dim
+        sums = (empty.new_zeros(batch_size, self.n_heads, *shape) for shape in ((width, width), (4, width), (1, 1)))
+        return FlowformerState(self.first_position(batch_size), *sums)
