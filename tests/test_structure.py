@@ -172,9 +172,9 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30320,
+    "all source": 30290,
     "all tests": 22470,
-    "baselines": 3160,
+    "baselines": 3140,
     "bench": 700,
     "checkpoint": 560,
     "cli": 1340,
@@ -182,7 +182,7 @@ BUDGETS: dict[str, int] = {
     "evaluation": 560,
     "experiments": 1840,
     "finetuning": 1400,
-    "foreign": 1440,
+    "foreign": 1430,
     "generation": 780,
     "ground": 1410,
     "hf": 1350,
