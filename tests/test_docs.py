@@ -36,9 +36,9 @@ def generate() -> ModuleType:
 
 
 def test_formula_below_a_source_stays_a_block_of_its_own(generate: ModuleType) -> None:
-    page = generate.formula(SYSTEMS["cosformer"].mixer)
-    assert "\n\n    out[t] = sum over visible j of s(t, j) v[j]" in page
-    assert "arXiv 2202.08791" not in page  # which has a section of its own
+    page = generate.formula(SYSTEMS["flowformer"].mixer)
+    assert "\n\n    a = sigmoid(q), b = sigmoid(k)" in page
+    assert "arXiv 2202.06258" not in page  # which has a section of its own
 
 
 def test_page_of_a_system_has_its_formula_its_source_and_every_option(generate: ModuleType) -> None:
@@ -95,7 +95,7 @@ def test_mechanism_that_is_added_as_its_page_says_keeps_the_contract(tmp_path: P
     (file,) = blocks(page, "src/lineartime/baselines/linear_relu2.py")
     (package / "baselines" / "linear_relu2.py").write_text(file)
     for where, before, title in (
-        (package / "baselines" / "__init__.py", "from lineartime.baselines.linear_taylor import", "import"),
+        (package / "baselines" / "__init__.py", "from lineartime.baselines.mixed_chunk import MCTFM", "import"),
         (package / "models" / "systems.py", '    "linear-taylor": System', "row"),
         (contract, '    "linear-taylor": [', "contract"),
     ):

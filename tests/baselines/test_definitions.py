@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -13,9 +14,9 @@ from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime import baselines
-from lineartime.baselines import combiner, cosformer, efficient, flowformer, landmarks, mixed_chunk, reformer, sparse
-from lineartime.baselines.kernel_attention import linear_attention_oracle
+from lineartime.baselines import flowformer, landmarks, reformer, sparse
 from lineartime.models.systems import SYSTEMS
+from lineartime.ops.positions import rope
 
 CHUNK, LONGEST = 4, 40
 
@@ -23,13 +24,35 @@ CHUNK, LONGEST = 4, 40
 Definition = Callable[..., Tensor]
 
 
-def of_options(oracle: Definition, *names: str) -> Definition:
-    """An oracle that takes these options of the layer."""
-    return lambda layer, _, q, k, v: oracle(q, k, v, **{name: getattr(layer, name) for name in names})
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, reads: Callable[[int, int], bool], similarity: Any = None
+) -> Tensor:
+    """Of each t to the j that it reads: by softmax, or by similarities of a query, a key and t - j, divided by their sum."""
+    tokens = range(len(v))
+    visible = torch.tensor([[(j <= t or not causal) and reads(t, j) for j in tokens] for t in tokens])
+    if similarity is None:
+        return F.scaled_dot_product_attention(q, k, v, visible)
+    rows = [torch.stack([similarity(q[t], k[j], t - j) for j in tokens]) for t in tokens]
+    weights = torch.stack(rows).where(visible, 0.0)
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) @ v
 
 
-def linear(features: Callable[[Tensor], Tensor]) -> Definition:
-    return lambda layer, _, q, k, v: linear_attention_oracle(features(q), features(k), v, causal=layer.causal)
+def reading(reads: Callable[[Any, int, int], bool]) -> Definition:
+    """Softmax attention of each i to the j that a layer lets it read."""
+    return lambda layer, _, q, k, v: attention(q, k, v, layer.causal, lambda i, j: reads(layer, i, j))
+
+
+def similar(similarity: Callable[..., Tensor]) -> Definition:
+    """Linear attention, by the similarity of a query, a key and their distance."""
+    return lambda layer, _, q, k, v: attention(q, k, v, layer.causal, lambda *_: True, similarity)
+
+
+def product(features: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, _: features(q) @ features(k)
+
+
+def cosine(q: Tensor, k: Tensor, distance: int) -> Tensor:
+    return q.clamp(min=0) @ k.clamp(min=0) * math.cos(math.pi / 2 * distance / LONGEST)
 
 
 def relu_features(x: Tensor) -> Tensor:
@@ -41,74 +64,158 @@ def elu_features(x: Tensor) -> Tensor:
 
 
 def taylor_features(x: Tensor) -> Tensor:
-    return torch.cat([torch.ones_like(x[:, :1]), x / x.norm(dim=-1, keepdim=True)], -1)
+    return torch.cat([x.new_ones(1), x / x.norm()])
 
 
 def scheme(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    similarity = {
-        "relu": lambda q, k, _: relu_features(q) @ relu_features(k),
-        "elu": lambda q, k, _: elu_features(q) @ elu_features(k),
-        "cos": lambda q, k, distance: q.clamp(min=0) @ k.clamp(min=0) * math.cos(math.pi / 2 * distance / LONGEST),
-    }[layer.features]
+    similarity = {"relu": product(relu_features), "elu": product(elu_features), "cos": cosine}[layer.features]
     reach = int(layer.local == "overlapping")
-    return mixed_chunk.mixed_chunk_scheme_oracle(q, k, v, similarity, chunk_size=CHUNK, reach=reach, causal=layer.causal)
+    near = attention(q, k, v, layer.causal, lambda i, j: abs(i // CHUNK - j // CHUNK) <= reach)
+    return near + attention(q, k, v, layer.causal, lambda i, j: i // CHUNK != j // CHUNK, similarity)
 
 
 def bigbird(layer: Any, head: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     blocks = torch.arange(-(-len(q) // layer.block_size))
     chosen, there = layer.choose(blocks, blocks + 1 if layer.causal else torch.full_like(blocks, len(blocks)))
     drawn = [chosen[head, g][there[head, g]].tolist() for g in blocks]
-    options = {"block_size": layer.block_size, "n_global": layer.n_global, "causal": layer.causal}
-    return sparse.bigbird_oracle(q, k, v, drawn, **options)
+
+    def reads(i: int, j: int) -> bool:
+        g, other = i // layer.block_size, j // layer.block_size
+        return abs(g - other) <= 1 or other < layer.n_global or other in drawn[g] or g < layer.n_global
+
+    return attention(q, k, v, layer.causal, reads)
+
+
+def explicit_topk(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def reads(i: int, j: int) -> bool:
+        scores = k[: i + 1 if layer.causal else None] @ q[i]
+        return bool(scores[j] >= scores.sort(descending=True).values[: layer.n_largest][-1])
+
+    return attention(q, k, v, layer.causal, reads)
+
+
+def combiner(layer: Any, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Of all heads of a document, [H, T, h], and its normed tokens [T, d]."""
+    t = torch.arange(len(x))
+    row, column = (t // CHUNK == (t // CHUNK)[:, None]), (t % CHUNK == (t % CHUNK)[:, None])
+    o = F.scaled_dot_product_attention(q, k, v, row)
+    k_sum = layer.key_summary(o.transpose(0, 1).flatten(1), x, t).transpose(0, 1)
+    visible = torch.cat([row, column & ~row], 1)
+    visible = visible.where(t.repeat(2) <= t[:, None], False) if layer.causal else visible
+    return F.scaled_dot_product_attention(q, torch.cat([k, k_sum], 1), torch.cat([v, o], 1), visible)
 
 
 def combiner_fixed(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return combiner.combiner_fixed_attention_oracle(q[None], k[None], v[None], chunk_size=CHUNK, causal=layer.causal)[0]
+    chunks = list(zip(q.split(CHUNK), k.split(CHUNK), v.split(CHUNK), strict=True))
+    k_bar = torch.stack([keys.amax(0) for _, keys, _ in chunks])
+    v_bar = torch.cat([F.scaled_dot_product_attention(queries.amax(0, True), *read) for queries, *read in chunks])
+    t, g = torch.arange(len(v)), torch.arange(len(chunks))
+    own = (t // CHUNK)[:, None]
+    near, far = own == t // CHUNK, own != g
+    if layer.causal:
+        near, far = near & (t <= t[:, None]), g < own
+    return F.scaled_dot_product_attention(q, torch.cat([k, k_bar]), torch.cat([v, v_bar]), torch.cat([near, far], 1))
+
+
+def efficient(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, position, rows = k.clamp(-20, 20), torch.arange(len(v)), []
+    for t in range(len(v)):
+        visible = slice(0, t + 1) if layer.causal else slice(None)
+        query, keys = q[t].softmax(0), k[visible].softmax(0)
+        if layer.rotated == "features":
+            query, keys = rope(query, position[t]), rope(keys, position[visible])
+        rows.append(query @ (keys.mT @ v[visible]))
+    return torch.stack(rows)
+
+
+def flows(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    a, b, so_far = q.sigmoid(), k.sigmoid(), torch.ones(len(v), len(v)).to(v)
+    so_far = so_far.tril() if layer.causal else so_far
+    count = so_far.sum(1) if layer.causal else 1
+
+    def flow(x: Tensor, others: Tensor) -> Tensor:
+        return ((x + 1e-6) * (so_far @ others + 1e-6)).sum(1) / count
+
+    incoming, outgoing = flow(a, b), flow(b, a)
+    sinks, sources = flow(a, b / outgoing[:, None]), flow(b, a / incoming[:, None])
+    strength = sources.clamp(max=flowformer.MAX_FLOW).exp()
+    share = strength / (so_far @ strength) * so_far.sum(1)
+    weights = (a @ b.mT) * so_far / (incoming * count)[:, None]
+    return sinks.sigmoid()[:, None] * (weights * share) @ v
+
+
+def mc_tfm(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    own = torch.arange(len(v)) // CHUNK
+    far = (own < own[:, None] if layer.causal else own != own[:, None]).to(v)
+    linear = (q @ k.mT / q.shape[-1] ** 0.5) * far / far.sum(1, keepdim=True).clamp(min=1)
+    return linear @ v + attention(q, k, v, layer.causal, lambda i, j: i // CHUNK == j // CHUNK)
 
 
 def linformer(layer: Any, _: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return landmarks.linformer_attention_oracle(q, k, v, layer.mix_keys, layer.mix_values)
+    keys, values = (mix[:, : len(x)] @ x for mix, x in ((layer.mix_keys, k), (layer.mix_values, v)))
+    return (q @ keys.mT / q.shape[-1] ** 0.5).softmax(-1) @ values
 
 
 def nystromformer(layer: Any, head: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = landmarks.nystromformer_attention_oracle(q, k, v, n_landmarks=layer.n_landmarks)
-    return out + landmarks.convolution_oracle(v, layer.kernel[head]) if layer.convolution else out
+    def softmax(q: Tensor, k: Tensor) -> Tensor:
+        return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1)
+
+    out, m, reach = softmax(q, k) @ v, layer.n_landmarks, layer.convolution // 2
+    if len(v) > m:
+        ends = [landmark * len(v) // m for landmark in range(m + 1)]
+        q_l, k_l = (torch.stack([x[a:b].mean(0) for a, b in pairwise(ends)]) for x in (q, k))
+        out = softmax(q, k_l) @ landmarks.pseudo_inverse(softmax(q_l, k_l)) @ softmax(q_l, k) @ v
+    for i in range(len(v) if layer.convolution else 0):
+        near = [j for j in range(len(v)) if abs(i - j) <= reach]
+        out = out.index_add(0, torch.tensor([i]), sum(layer.kernel[head, j - i + reach] * v[j] for j in near)[None])
+    return out
 
 
-def reformer_of(layer: Any, head: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    buckets = reformer.reformer_buckets(k[None, None], layer.directions[head : head + 1])[0, 0]
-    return reformer.reformer_attention_oracle(q, v, buckets, chunk_size=CHUNK, causal=layer.causal)
+def reformed(layer: Any, head: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows = []
+    for i in range(len(q)):
+        reads: list[int] = []
+        for bucket in reformer.reformer_buckets(k[None, None], layer.directions[head : head + 1])[0, 0].tolist():
+            members = [j for j in range(len(q)) if bucket[j] == bucket[i]]
+            chunk = members.index(i) // CHUNK
+            near = [j for rank, j in enumerate(members) if rank // CHUNK in (chunk - 1, chunk)]
+            reads += [j for j in near if (j <= i or not layer.causal) and j not in reads]
+        scores = [q.new_tensor(-1e5) if j == i else q[i] @ q[j] / q[j].norm() for j in reads]
+        rows.append(torch.stack(scores).softmax(0) @ v[reads])
+    return torch.stack(rows)
 
 
+strided = reading(lambda layer, i, j: abs(i - j) < layer.stride or (i - j) % layer.stride == 0)
+longformer = reading(lambda layer, i, j: abs(i - j) < layer.window or min(i, j) < layer.n_global)
 chunked = {"chunk_size": CHUNK}
 ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
     (baselines.BigBird, {"block_size": 2, "n_global": 1, "n_random": 2}, bigbird),
     (baselines.BigBird, {"block_size": 1, "n_global": 2, "n_random": 3}, bigbird),
     (baselines.BigBird, {"block_size": 30, "n_global": 1, "n_random": 1}, bigbird),
     (baselines.CombinerFixed, chunked, combiner_fixed),
-    (baselines.CosFormer, {"max_length": LONGEST}, of_options(cosformer.cosformer_attention_oracle, "causal", "max_length")),
-    (baselines.Efficient, {}, of_options(efficient.efficient_attention_oracle, "causal")),
-    (baselines.ExplicitTopK, {"n_largest": 1}, of_options(sparse.explicit_topk_oracle, "causal", "n_largest")),
-    (baselines.ExplicitTopK, {"n_largest": 4}, of_options(sparse.explicit_topk_oracle, "causal", "n_largest")),
-    (baselines.Flowformer, {}, of_options(flowformer.flowformer_attention_oracle, "causal")),
-    (baselines.LinearELU, {}, linear(elu_features)),
-    (baselines.LinearTaylor, {}, linear(taylor_features)),
+    (baselines.CosFormer, {"max_length": LONGEST}, similar(cosine)),
+    (baselines.Efficient, {}, efficient),
+    (baselines.ExplicitTopK, {"n_largest": 1}, explicit_topk),
+    (baselines.ExplicitTopK, {"n_largest": 4}, explicit_topk),
+    (baselines.Flowformer, {}, flows),
+    (baselines.LinearELU, {}, similar(product(elu_features))),
+    (baselines.LinearTaylor, {}, similar(product(taylor_features))),
     (baselines.Linformer, {"n_landmarks": 3, "max_length": LONGEST}, linformer),
-    (baselines.Longformer, {"window": 1, "n_global": 1}, of_options(sparse.longformer_oracle, "causal", "window", "n_global")),
-    (baselines.Longformer, {"window": 4, "n_global": 9}, of_options(sparse.longformer_oracle, "causal", "window", "n_global")),
-    (baselines.MCTFM, chunked, of_options(mixed_chunk.mc_tfm_attention_oracle, "causal", "chunk_size")),
+    (baselines.Longformer, {"window": 1, "n_global": 1}, longformer),
+    (baselines.Longformer, {"window": 4, "n_global": 9}, longformer),
+    (baselines.MCTFM, chunked, mc_tfm),
     (baselines.MixedChunk, {**chunked, "features": "relu"}, scheme),
     (baselines.MixedChunk, {**chunked, "features": "elu", "local": "overlapping"}, scheme),
     (baselines.MixedChunk, {**chunked, "features": "cos", "max_length": LONGEST}, scheme),
     (baselines.Nystromformer, {"n_landmarks": 4, "convolution": 5}, nystromformer),
     (baselines.Nystromformer, {"n_landmarks": 4, "convolution": 0}, nystromformer),
-    (baselines.Performer, {"causal_sums": "prefix"}, linear(relu_features)),
-    (baselines.Performer, {"causal_sums": "matmul"}, linear(relu_features)),
-    (baselines.Performer, {"causal_sums": "chunked"}, linear(relu_features)),
-    (baselines.Reformer, {**chunked, "n_buckets": 2, "n_rounds": 1}, reformer_of),
-    (baselines.Reformer, {**chunked, "n_buckets": 4, "n_rounds": 3}, reformer_of),
-    (baselines.Sparse, {"stride": 1}, of_options(sparse.sparse_oracle, "causal", "stride")),
-    (baselines.Sparse, {"stride": 4}, of_options(sparse.sparse_oracle, "causal", "stride")),
+    (baselines.Performer, {"causal_sums": "prefix"}, similar(product(relu_features))),
+    (baselines.Performer, {"causal_sums": "matmul"}, similar(product(relu_features))),
+    (baselines.Performer, {"causal_sums": "chunked"}, similar(product(relu_features))),
+    (baselines.Reformer, {**chunked, "n_buckets": 2, "n_rounds": 1}, reformed),
+    (baselines.Reformer, {**chunked, "n_buckets": 4, "n_rounds": 3}, reformed),
+    (baselines.Sparse, {"stride": 1}, strided),
+    (baselines.Sparse, {"stride": 4}, strided),
 ]
 CASES = {f"{mixer.__name__} {options}": (mixer, options, oracle) for mixer, options, oracle in ROWS}
 
@@ -252,9 +359,9 @@ def test_pseudo_inverse_of_a_row_is_that_of_linear_algebra() -> None:
 
 def drawn_blocks(count: int, causal: bool = True) -> list[list[list[int]]]:
     """The random blocks of every block of a document with so many, for both heads; the first two are global."""
-    block = torch.arange(count)
-    n_blocks = block + 1 if causal else torch.full_like(block, count)
-    chosen, there = sparse.choose_blocks(torch.tensor([1, 2**32 - 1]), block, n_blocks, n_global=2, n_random=3)
+    layer, block = baselines.BigBird(2, n_heads=1, n_global=2, n_random=3), torch.arange(count)
+    layer.seeds = torch.tensor([1, 2**32 - 1])
+    chosen, there = layer.choose(block, block + 1 if causal else torch.full_like(block, count))
     return [[chosen[head, g][there[head, g]].tolist() for g in range(count)] for head in range(2)]
 
 
@@ -269,7 +376,9 @@ def test_random_blocks_are_distinct_and_neither_near_nor_global(causal: bool, co
 
 def test_every_other_block_is_drawn_about_as_often() -> None:
     last = torch.tensor([21])  # its others: blocks 1 to 19 of a causal row
-    chosen, there = sparse.choose_blocks(torch.randint(2**32, (4000,)), last, last + 1, n_global=1, n_random=1)
+    layer = baselines.BigBird(2, n_heads=1, n_global=1, n_random=1)
+    layer.seeds = torch.randint(2**32, (4000,))
+    chosen, there = layer.choose(last, last + 1)
     assert there.all()
     counts = chosen.flatten().bincount(minlength=20)[1:]
     assert len(counts) == 19
@@ -286,7 +395,7 @@ def test_combiner_is_the_definition_on_its_projections(causal: bool, length: int
     def definition(x: Tensor) -> Tensor:
         normed = mixer.norm(x)
         q, k, v = (heads.transpose(0, 1) for heads in mixer.project(normed[0], mixer.describe(x.shape, device=x.device)))
-        heads = combiner.combiner_attention_oracle(q, k, v[..., :4], normed[0], mixer.key_summary, chunk_size=4, causal=causal)
+        heads = combiner(mixer, q, k, v[..., :4], normed[0])
         return torch.as_tensor(x + mixer.to_output(heads.transpose(0, 1).flatten(1))[None])
 
     assert_same_function(mixer, definition, torch.randn(1, length, 8))
@@ -302,20 +411,6 @@ def test_summaries_are_rotated_by_the_positions_of_their_cells() -> None:
     scores = [(q * k).sum(-1) for q, k in zip(turned, (near, far), strict=True)]
     torch.testing.assert_close(scores[0], scores[1])
     assert not torch.allclose(near, far)
-
-
-@pytest.mark.parametrize("name", ["summary_of_heads", "summary_to_key"])
-def test_adapter_of_the_summaries_is_applied_and_learns(name: str) -> None:
-    mixer = baselines.Combiner(8, n_heads=2, chunk_size=4).double()
-    x = torch.randn(1, 14, 8, dtype=torch.float64)
-    before = mixer(x)
-    adapter = torch.nn.Linear(8, 8).double()
-    mixer.get_submodule(name).register_forward_hook(lambda module, inputs, output: output + adapter(inputs[0]))
-    after = mixer(x)
-    assert not torch.allclose(before, after)
-    after.square().sum().backward()
-    assert adapter.weight.grad is not None
-    assert adapter.weight.grad.any()
 
 
 def test_bucket_depends_on_the_direction_of_a_vector_alone() -> None:

@@ -1,5 +1,6 @@
 """The variants of FLASH, each of which exchanges one part of it."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +11,11 @@ from tests.pairs import every_pair
 from torch import Tensor
 
 from lineartime.baselines import FLASHCLS, FLASHFirstToAll, FLASHGlobal, FLASHLocal, FLASHOverlapping, FLASHWeighted
-from lineartime.baselines import flash_variants as variants
-from lineartime.layers import FLASH, GAU
+from lineartime.layers import FLASH
 from lineartime.ops import Packing, attend, describe, oracle
 
 CHUNK = 4
 LENGTHS = [1, 4, 5, 17]
-lengths = pytest.mark.parametrize("length", LENGTHS)
-directions = pytest.mark.parametrize("causal", [False, True])
 
 
 def one_document(v: Tensor) -> Packing:
@@ -38,23 +36,19 @@ def inputs_of(length: int) -> list[Tensor]:
     return [torch.randn(length, width) for width in (4, 4, 4, 4, 5)]
 
 
-@lengths
-def test_causal_flash_with_one_chunk_is_a_gau(length: int) -> None:
-    flash = noisy(FLASH(8, d_qk=4, chunk_size=17, causal=True).double())
-    gau = GAU(8, d_qk=4, causal=True, max_length=17).double()
-    gau.load_state_dict({**flash.state_dict(), "gamma": flash.gamma[:2], "beta": flash.beta[:2]})
-    x = torch.randn(2, length, 8, dtype=torch.float64)
-    torch.testing.assert_close(flash(x), gau(x), atol=1e-10, rtol=0)
-
-
 @every_pair(causal=[False, True], length=LENGTHS, activation=["relu2", "softmax"])
 def test_overlapping_attention_is_the_definition(causal: bool, length: int, activation: Any) -> None:
     layer = noisy(FLASHOverlapping(8, d_qk=4, chunk_size=CHUNK, causal=causal, activation=activation).double())
     bias = layer.bias(2 * CHUNK)
 
     def definition(q: Tensor, k: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor) -> Tensor:
-        near = variants.flash_overlapping_oracle(q, k, v, bias, chunk_size=CHUNK, causal=causal, activation=activation)
-        return near + part_of_flash(layer, v, far=(q_lin, k_lin))
+        near = []
+        for t in range(length):
+            own = [j for j in range(length) if abs(j // CHUNK - t // CHUNK) <= 1 and (j <= t or not causal)]
+            scores = k[own] @ q[t] / q.shape[-1] ** 0.5 + bias[[j - t + 2 * CHUNK - 1 for j in own]]
+            weights = scores.softmax(0) if activation == "softmax" else scores.relu().square() / len(own)
+            near.append(weights @ v[own])
+        return torch.stack(near) + part_of_flash(layer, v, far=(q_lin, k_lin))
 
     assert_same_function(attended(layer), definition, *inputs_of(length))
 
@@ -64,13 +58,21 @@ def test_weighted_summaries_are_the_definition(causal: bool, length: int) -> Non
     layer = noisy(FLASHWeighted(8, d_qk=4, chunk_size=CHUNK, causal=causal).double())
 
     def definition(q: Tensor, k: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor) -> Tensor:
-        far = variants.flash_weighted_oracle(q_lin, k_lin, v, chunk_size=CHUNK, causal=causal)
-        return far + part_of_flash(layer, v, near=(q, k))
+        q_bar, k_bar = ([x.mean(0) for x in each.split(CHUNK)] for each in (q_lin, k_lin))
+        summaries = [x.mT @ y / len(y) for x, y in zip(k_lin.split(CHUNK), v.split(CHUNK), strict=True)]
+        sizes, far = [len(x) for x in v.split(CHUNK)], []
+        for t in range(length):
+            reach = range(t // CHUNK if causal else len(sizes))
+            query = q_bar[t // CHUNK - causal]
+            scores = [query @ k_bar[h] / q.shape[-1] ** 0.5 + math.log(sizes[h]) for h in reach]
+            weights = torch.stack(scores).softmax(0) if reach else []
+            far.append(q_lin[t] @ sum((w * summaries[h] for w, h in zip(weights, reach, strict=True)), 0 * summaries[0]))
+        return torch.stack(far) + part_of_flash(layer, v, near=(q, k))
 
     assert_same_function(attended(layer), definition, *(2 * x for x in inputs_of(length)))
 
 
-@directions
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("normalization", ["count", "paper"])
 def test_equal_weights_of_summaries_are_the_linear_part_of_flash(causal: bool, normalization: Any) -> None:
     """Queries and keys whose chunks have means of zero weigh all summaries equally, whatever the summaries hold."""
@@ -91,17 +93,17 @@ def test_published_divisor_of_summaries_counts_a_chunk_as_full() -> None:
 
 
 @pytest.mark.parametrize("variant", [FLASHCLS, FLASHFirstToAll])
-@lengths
+@pytest.mark.parametrize("length", LENGTHS)
 def test_first_tokens_attend_with_softmax_and_others_as_before(length: int, variant: type[FLASH]) -> None:
     layer = noisy(variant(8, d_qk=4, chunk_size=CHUNK).double())
     bias = layer.bias(CHUNK)
 
     def definition(q: Tensor, k: Tensor, q_lin: Tensor, k_lin: Tensor, v: Tensor) -> Tensor:
-        near = part_of_flash(layer, v, near=(q, k))
+        near, scores = part_of_flash(layer, v, near=(q, k)), q @ k.mT / q.shape[-1] ** 0.5
         if variant is FLASHCLS:
-            changed = variants.flash_cls_oracle(q, k, v, bias, chunk_size=CHUNK)
+            changed = {0: (scores[0, :CHUNK] + bias[CHUNK - 1 :][:length]).softmax(0) @ v[:CHUNK]}
         else:
-            changed = variants.flash_first_to_all_oracle(q, k, v, chunk_size=CHUNK)
+            changed = {t: scores[t].softmax(0) @ v for t in range(0, length, CHUNK)}
         return torch.stack([changed.get(t, near[t]) for t in range(length)]) + part_of_flash(layer, v, far=(q_lin, k_lin))
 
     assert_same_function(attended(layer), definition, *inputs_of(length))

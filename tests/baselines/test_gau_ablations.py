@@ -61,12 +61,8 @@ def test_ablation_is_its_formula(mixer: Any, options: dict[str, Any], formula: A
     assert_same_function(layer, lambda x: x + formula(layer, x), X)
 
 
-def test_one_head_of_a_gau_is_a_gau_and_four_cost_no_parameters() -> None:
-    layer = noisy(GAUMultiHead(16, n_heads=1, d_qk=8)).double()
-    plain = GAU(16, d_qk=8).double()
-    plain.load_state_dict(layer.state_dict())
-    torch.testing.assert_close(layer(X), plain(X), atol=1e-10, rtol=0)
-    plain.load_state_dict(GAUMultiHead(16, n_heads=4, d_qk=8).state_dict())
+def test_four_heads_of_a_gau_cost_no_parameters() -> None:
+    GAU(16, d_qk=8).load_state_dict(GAUMultiHead(16, n_heads=4, d_qk=8).state_dict())
 
 
 def test_scores_of_every_head_start_near_one_if_asked() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.baselines import test_definitions as definitions
 from tests.definitions import assert_same_function
 from tests.pairs import every_pair
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lineartime.baselines import LinearELU, LinearTaylor, Performer
-from lineartime.baselines.efficient import Efficient, efficient_attention_oracle
+from lineartime.baselines import Efficient, LinearELU, LinearTaylor, Performer
 from lineartime.baselines.kernel_attention import KernelAttention
 from lineartime.ops.packing import describe
 from lineartime.ops.positions import rope
@@ -77,10 +77,7 @@ def test_efficient_attention_with_rotated_features_is_the_definition(causal: boo
         q, k = (x.transpose(0, 1)[None] for x in layer.rotate(q[:, None], k[:, None], packing))
         return layer.attend(q, k, v[None, None], None)[0, 0]
 
-    def oracle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return efficient_attention_oracle(q, k, v, causal=causal, rotated=True)
-
-    assert_same_function(fast, oracle, *(torch.randn(length, 4) for _ in range(3)))
+    assert_same_function(fast, partial(definitions.efficient, layer, 0), *(torch.randn(length, 4) for _ in range(3)))
 
 
 @every_pair(layer=LAYERS, causal=[False, True])
@@ -97,11 +94,9 @@ def test_rotated_features_weigh_values_and_plain_ones_normalise(layer: Callable[
         torch.cat([one, rope(features[:, one.shape[1] :], torch.arange(13))], -1)
         for one, features in zip(constant, (q, k), strict=True)
     )
-    rows = []
-    for t in range(13):
-        visible = slice(0, t + 1) if causal else slice(None)
-        rows.append((turned_k[visible] @ turned_q[t]) @ v[visible] / (k[visible] @ q[t]).sum())
-    torch.testing.assert_close(mixer(x)[0], x[0] + mixer.to_output(torch.stack(rows)))
+    seen = torch.ones(13, 13).tril() if causal else 1
+    out = (turned_q @ turned_k.mT * seen) @ v / (q @ k.mT * seen).sum(-1, keepdim=True)
+    torch.testing.assert_close(mixer(x)[0], x[0] + mixer.to_output(out))
 
 
 @pytest.mark.parametrize("step", [20.0, 2000.0])
@@ -112,7 +107,7 @@ def test_keys_far_larger_than_those_before_change_no_earlier_output(step: float)
     larger[25:] += step
     fast = efficient(q, larger, v, causal=True)
     torch.testing.assert_close(fast[:25], efficient(q[:25], k[:25], v[:25], causal=True))
-    exact = efficient_attention_oracle(*(x.double() for x in (q, larger, v)), causal=True)
+    exact = definitions.efficient(Efficient(4, n_heads=1, causal=True), 0, *(x.double() for x in (q, larger, v)))
     torch.testing.assert_close(fast.double(), exact, atol=1e-5, rtol=0)
 
 
@@ -120,7 +115,7 @@ def test_keys_far_larger_than_those_before_change_no_earlier_output(step: float)
 def test_keys_that_grow_by_thousands_neither_overflow_nor_vanish(causal: bool) -> None:
     k = torch.linspace(-1000, 1000, 300)[:, None].expand(-1, 4)
     q, v = torch.randn(300, 4), torch.randn(300, 4)
-    exact = efficient_attention_oracle(q.double(), k.double(), v.double(), causal=causal)
+    exact = definitions.efficient(Efficient(4, n_heads=1, causal=causal), 0, q.double(), k.double(), v.double())
     torch.testing.assert_close(efficient(q, k, v, causal=causal).double(), exact, atol=1e-5, rtol=0)
 
 

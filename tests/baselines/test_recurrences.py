@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from tests.definitions import noisy
 from torch import Tensor
 
-from lineartime.baselines import GLA, RWKV7, DeltaNet, GatedDeltaNet, LaCT, Mamba2, RetNet, linear_models
-from lineartime.baselines.lact import lact_oracle
-from lineartime.baselines.linear_models import rwkv7_oracle
-from lineartime.baselines.recurrence import LONGEST_DECAY, Tokens, recurrence, recurrence_oracle, recurrence_step
+from lineartime.baselines import GLA, RWKV7, DeltaNet, GatedDeltaNet, LaCT, Mamba2, RetNet
+from lineartime.baselines.lact import net, orthogonalised
+from lineartime.baselines.recurrence import LONGEST_DECAY, Tokens, recurrence, recurrence_step
 from lineartime.models import build
 from lineartime.ops.positions import rotary_table, rotate
 
@@ -32,12 +31,26 @@ def drawn(length: int, per_feature: bool, delta: bool, fastest: float = 1.0) -> 
     return Tokens(normal(KEY), normal(KEY), normal(VALUE), decays.requires_grad_(), *rule)
 
 
+def by_token(q: Tensor, k: Tensor, v: Tensor, moved: Tensor) -> Tensor:
+    """S[t] = A[t] S[t - 1] + k[t] v[t]^T and o[t] = S[t]^T q[t] of one head; `moved`, [T, s, s], holds the matrices A."""
+    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
+    for t in range(len(v)):
+        s = moved[t] @ s + torch.outer(k[t], v[t])
+        rows.append(s.mT @ q[t])
+    return torch.stack(rows)
+
+
+def defined(x: Tokens) -> Tensor:
+    moved = x.g.exp().expand_as(x.k).diag_embed()
+    return by_token(x.q, x.k, x.v, moved if x.a is None or x.b is None else moved + x.a[..., None] * x.b[:, None])
+
+
 @pytest.mark.parametrize(("per_feature", "delta"), list(product([False, True], repeat=2)))
 def test_every_form_is_the_definition(per_feature: bool, delta: bool) -> None:
     """Values and gradients, at ragged lengths, in chunks of several sizes and one token at a time."""
     for length, size in ((1, 4), (3, 4), (4, 4), (13, 4), (13, 1), (37, 16), (9, 64)):
         x, start = drawn(length, per_feature, delta), torch.zeros(KEY, VALUE, dtype=torch.float64)
-        expected, (found, state) = recurrence_oracle(x), recurrence(x, start, chunk_size=size)
+        expected, (found, state) = defined(x), recurrence(x, start, chunk_size=size)
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
         direction, inputs = torch.randn_like(expected), [x.q, x.k, x.v, x.g]
         gradients = [torch.autograd.grad((out * direction).sum(), inputs, retain_graph=True) for out in (expected, found)]
@@ -52,7 +65,7 @@ def test_fastest_decay_that_a_chunk_allows_is_finite_in_float32() -> None:
     x = drawn(40, per_feature=True, delta=True)
     x = x._replace(g=torch.full_like(x.g, -LONGEST_DECAY / 16).detach().requires_grad_())
     single = x.map(lambda each: each.detach().float().requires_grad_())
-    out, expected = recurrence(single, torch.zeros(KEY, VALUE), chunk_size=16)[0], recurrence_oracle(x)
+    out, expected = recurrence(single, torch.zeros(KEY, VALUE), chunk_size=16)[0], defined(x)
     torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
     for name, scale in product("qkvg", (1.0, 1e-8)):  # of a mean over many tokens, gradients are small
         found, wanted = (
@@ -91,40 +104,46 @@ D_MODEL, HEADS, LENGTH = 16, 2, 70  # more than a chunk of 64
 Definition = Callable[[Any, int, Sequence[Tensor], Tensor], Tensor]
 
 
+def unit(x: Tensor) -> Tensor:
+    return x / x.norm(dim=-1, keepdim=True)
+
+
 def retnet(_: Any, head: int, maps: Sequence[Tensor], __: Tensor) -> Tensor:
     q, k, v = maps
     turned = rotary_table(torch.arange(len(v)), q.shape[1] // 2, q.dtype)
-    return linear_models.retention_oracle(rotate(q, turned), rotate(k, turned), v, head)
+    gamma = (1 - 2.0 ** (-5 - head)) * torch.eye(q.shape[1]).double()
+    return by_token(rotate(q, turned) / q.shape[1] ** 0.5, rotate(k, turned), v, gamma.expand(len(v), -1, -1))
 
 
 def gla(layer: GLA, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
     q, k, v = maps
     alpha = layer.heads(layer.to_decay(layer.to_rank(normed)).sigmoid() ** (1 / 16))[:, head]
-    return linear_models.gla_oracle(q, k, v, alpha)
+    return by_token(q / q.shape[1] ** 0.5, k, v, alpha.diag_embed())
 
 
 def deltanet(layer: DeltaNet, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
-    q, k, v = maps
+    q, k, v = unit(maps[0]), unit(maps[1]), maps[2]
     alpha = torch.ones(len(v), dtype=v.dtype)
     if layer.decay is not None:
         step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[:, head]
         alpha = (-layer.decay.log_a[head].exp() * step).exp()
-    beta = layer.to_beta(normed).sigmoid()[:, head]
-    return linear_models.delta_rule_oracle(q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True), v, beta, alpha)
+    stored = layer.to_beta(normed).sigmoid()[:, head, None] * k
+    moved = alpha[:, None, None] * (torch.eye(k.shape[1]) - stored[..., None] * k[:, None])
+    return by_token(q / q.shape[1] ** 0.5, stored, v, moved)
 
 
 def mamba2(layer: Mamba2, head: int, maps: Sequence[Tensor], normed: Tensor) -> Tensor:
     c, b, x = maps
-    step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[:, head]
-    return linear_models.ssd_oracle(b, c, x, step, layer.decay.log_a[head].exp())
+    step = F.softplus(normed @ layer.decay.weight.mT + layer.decay.bias)[:, head, None]
+    return by_token(c, step * b, x, (-layer.decay.log_a[head].exp() * step).exp().expand_as(b).diag_embed())
 
 
 def rwkv7(layer: RWKV7, head: int, maps: Sequence[Tensor], _: Tensor) -> Tensor:
     r, w, k, v, a, _ = maps
     removal, replacement = (part.view(HEADS, -1)[head] for part in (layer.removal, layer.replacement))
-    c = k * removal
+    c, w = unit(k * removal), (-torch.tensor(-0.5).double().exp() * w.sigmoid()).exp()
     k = k * (1 + (a - 1) * replacement)
-    return rwkv7_oracle(r, (-torch.tensor(-0.5).double().exp() * w.sigmoid()).exp(), k, v, a, c / c.norm(dim=-1, keepdim=True))
+    return by_token(r, k, v, w.diag_embed() - (a * c)[..., None] * c[:, None])
 
 
 ROWS: list[tuple[Any, dict[str, Any], Definition]] = [
@@ -191,5 +210,17 @@ def test_networks_of_lact_descend_as_autograd_says() -> None:
         found, _ = layer.read_fast(fast.transpose(0, 1)[None], 0, None)
         for head in range(HEADS):
             q, k, v, rates, m = fast[:, head].split([width, width, width, 3, 1], -1)
-            expected = lact_oracle(layer.weights[head], q, k, v, rates, m[:, 0], chunk_size=size)
-            torch.testing.assert_close(found[0, head], expected, atol=1e-10, rtol=1e-9)
+            weights, change, expected = layer.weights[head], torch.zeros_like(layer.weights[head]), []
+            lengths = weights.norm(dim=-1, keepdim=True)
+            for start in range(0, length, size):
+                chunk = range(start, min(start + size, length))
+                expected += [net(weights, q[t, None])[0] for t in chunk]
+                change = m[chunk].mean() * change
+                for t in chunk:
+                    with torch.enable_grad():
+                        before = weights.detach().requires_grad_()
+                        (gradient,) = torch.autograd.grad(-(net(before, k[t, None])[0] @ v[t]), before)
+                    change = change - rates[t][:, None, None] * gradient
+                weights = weights + orthogonalised(change)
+                weights = weights / (weights.norm(dim=-1, keepdim=True) + 1e-5) * lengths
+            torch.testing.assert_close(found[0, head], torch.stack(expected), atol=1e-10, rtol=1e-9)

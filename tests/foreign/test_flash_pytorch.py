@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.foreign.flash_pytorch import from_flash_pytorch
-from lineartime.foreign.mixers import ForeignFLASH, ForeignGAU
 from lineartime.layers import FLASH
 
 D, S, CHUNK = 16, 40, 8
@@ -66,24 +65,6 @@ def test_flash_stays_the_same_function(causal: bool, shift: bool, length: int, n
     ours = from_flash_pytorch(other.state_dict(), **arguments)
     assert_agree(ours, other, torch.randn(2, length, D, dtype=torch.float64), tolerance=1e-9)
     assert isinstance(ours, FLASH)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_published_division_is_theirs_for_full_chunks_and_two_if_causal(causal: bool) -> None:
-    """Theirs sums the linear part over chunks, and divides the bias of a GAU, too."""
-    length = 2 * CHUNK if causal else 3 * CHUNK
-    options: dict[str, Any] = {"d_qk": S, "causal": causal, "rope": False, "normalization": "paper", "bias_form": "buckets"}
-    x = torch.randn(2, length, D, dtype=torch.float64)
-    other = theirs("FLASH", dim=D, query_key_dim=S, group_size=CHUNK, causal=causal, shift_tokens=True).double()
-    converted = from_flash_pytorch(other.state_dict(), causal=causal, group_size=CHUNK, shift_tokens=True)
-    flash = ForeignFLASH(D, chunk_size=CHUNK, token_shift=True, **options).double()
-    flash.load_state_dict(converted.state_dict())
-    torch.testing.assert_close(flash(x), other(x), atol=1e-10, rtol=0)
-    other = theirs("GAU", dim=D, query_key_dim=S, causal=causal).double()
-    weights = from_flash_pytorch(other.state_dict(), causal=causal, sequence_length=length).state_dict()
-    gau = ForeignGAU(D, max_length=length, **options).double()
-    gau.load_state_dict({**weights, "bias.values": weights["bias.values"] / length})
-    torch.testing.assert_close(gau(x), other(x), atol=1e-10, rtol=0)
 
 
 def model_pair(causal: bool, norm: str, s: int = S) -> tuple[Any, Any]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.foreign import from_flash_quad
-from lineartime.foreign.mixers import ForeignGAU
 
 STORED = load_file(Path(__file__).parents[1] / "assets" / "flash_quad.safetensors")
 
@@ -28,16 +27,6 @@ def test_values_and_gradients_are_those_of_the_published_unit(case: str) -> None
     found = unit(x, mask=mask)
     torch.testing.assert_close(found[mask.bool()], out[mask.bool()], atol=1e-10, rtol=1e-10)
     torch.testing.assert_close(torch.autograd.grad((found * direction).sum(), x)[0], gradient, atol=1e-10, rtol=1e-10)
-
-
-def test_a_length_of_its_own_would_be_another_function() -> None:
-    """Which is what its users found: the divisor must not follow the input."""
-    unit = from_flash_quad(weights_of("scale_norm"))
-    of_length = ForeignGAU(4, d_qk=4, normalization="paper", max_length=8, norm="scalenorm").double()
-    of_length.load_state_dict(unit.state_dict())
-    for length, same in ((8, True), (5, False)):
-        x = torch.randn(1, length, 4, dtype=torch.float64)
-        assert torch.allclose(unit(x), of_length(x), atol=1e-12) == same
 
 
 def test_weights_that_do_not_fit_are_named() -> None:

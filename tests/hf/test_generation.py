@@ -16,10 +16,8 @@ from lineartime.generation.prompts import PREFILL
 from lineartime.hf import LineartimeCache, LineartimeForCausalLM
 from lineartime.hf.cache import CACHE
 
-every_kind = pytest.mark.parametrize("system", KINDS)
 
-
-@every_kind
+@pytest.mark.parametrize("system", KINDS)
 def test_greedy_tokens_are_those_of_lineartime(system: str) -> None:
     model, prompt, streamed = causal_model(system), ids_of(1, 13), list[int]()
     streamer = SimpleNamespace(put=lambda tokens: streamed.extend(tokens.flatten().tolist()), end=lambda: streamed.append(-1))
@@ -67,18 +65,6 @@ def test_modes_of_generation_run_alike_with_a_cache_and_without(system: str, mod
         torch.manual_seed(3)
         texts.append(model.generate(ids_of(2, 7), max_new_tokens=9, use_cache=use_cache, **mode))
     assert texts[0].tolist() == texts[1].tolist()
-
-
-def test_generation_returns_what_it_is_asked_for(causal: LineartimeForCausalLM) -> None:
-    options = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "return_dict_in_generate": True}
-    output = causal.generate(ids_of(2, 9), max_new_tokens=5, do_sample=False, **options)
-    assert [len(output.scores), len(output.logits), len(output.hidden_states)] == [5, 5, 5]
-    assert [hidden[-1].shape[1] for hidden in output.hidden_states] == [9, 1, 1, 1, 1]
-    whole = causal(output.sequences, output_hidden_states=True)
-    for step, logits in enumerate(output.logits):
-        close(logits, whole.logits[:, 8 + step])
-    for layer, hidden in enumerate(whole.hidden_states):
-        close(torch.cat([step[layer] for step in output.hidden_states], 1), hidden[:, :-1])
 
 
 def test_a_given_cache_is_continued_right_or_refused(causal: LineartimeForCausalLM) -> None:

@@ -15,28 +15,12 @@ from tests.definitions import assert_drawn_alike
 from tests.hf.tiny import KINDS, awake, causal_model, close, ids_of, masked_model, own, tiny
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    pipeline,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, pipeline
 
 import lineartime
+from lineartime import hf
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError
-from lineartime.hf import (
-    LineartimeConfig,
-    LineartimeForCausalLM,
-    LineartimeForMaskedLM,
-    LineartimeForQuestionAnswering,
-    LineartimeForSequenceClassification,
-    LineartimeForTokenClassification,
-    LineartimeModel,
-    fast_tokenizer,
-)
 from lineartime.hf.cache import CACHE
 from lineartime.models.systems import SYSTEMS
 
@@ -58,20 +42,10 @@ def test_a_model_gives_the_logits_of_lineartime_and_is_loaded(system: str, tmp_p
 
 
 def model_of(kind: Any, task: str = "mlm") -> Any:
-    return awake(kind(tiny(task="clm" if kind is LineartimeForCausalLM else task)))
+    return awake(kind(tiny(task="clm" if kind is hf.LineartimeForCausalLM else task)))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        LineartimeModel,
-        LineartimeForCausalLM,
-        LineartimeForMaskedLM,
-        LineartimeForQuestionAnswering,
-        LineartimeForSequenceClassification,
-        LineartimeForTokenClassification,
-    ],
-)
+@pytest.mark.parametrize("kind", hf.MODELS.values())
 def test_outputs_are_the_same_each_time_as_a_tuple_and_after_loading(kind: Any, tmp_path: Path) -> None:
     model, ids = model_of(kind), ids_of(2, 9)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -103,27 +77,9 @@ def test_rows_of_a_batch_have_the_logits_of_each_alone(system: str) -> None:
                 close(row[own_mask == 1], expected)
 
 
-@pytest.mark.parametrize(("system", "dtype"), [*((kind, torch.float32) for kind in KINDS), ("flash", torch.bfloat16)])
-@torch.no_grad()
-def test_streams_of_a_padded_batch_continue_as_each_would_alone(system: str, dtype: torch.dtype) -> None:
-    model = causal_model(system) if dtype == torch.float32 else LineartimeForCausalLM(tiny(system)).to(dtype).eval()
-    long, short, new = ids_of(1, 11), ids_of(1, 4), ids_of(2, 12)
-    ids = torch.cat([long, F.pad(short, (7, 0))])
-    mask = torch.cat([torch.ones_like(long), F.pad(torch.ones_like(short), (7, 0))])
-    alone = [model(torch.cat([text, rest[None]], 1)).logits[0, -12:] for text, rest in zip((long, short), new, strict=True)]
-    cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
-    cache.reorder_cache(torch.tensor([1, 0, 1]))
-    pieces = []
-    for start, end in ((0, 1), (1, 2), (2, 10), (10, 12)):
-        mask = torch.ones(3, 11 + end, dtype=torch.long)
-        pieces.append(model(new[[1, 0, 1], start:end], attention_mask=mask, past_key_values=cache).logits)
-    found, expected = torch.cat(pieces, 1), torch.stack([alone[1], alone[0], alone[1]])
-    close(found.float(), expected.float(), 1e-5 if dtype == torch.float32 else 2e-3)
-
-
 @every_kind
 def test_packed_documents_do_not_read_each_other(system: str) -> None:
-    model = awake(LineartimeModel(tiny(system, "mlm")))
+    model = awake(hf.LineartimeModel(tiny(system, "mlm")))
     documents = [ids_of(1, length) for length in (9, 1, 14)]
     packed = torch.cat(documents, 1)
     alone = torch.cat([model(document).last_hidden_state for document in documents], 1)
@@ -135,7 +91,7 @@ def test_packed_documents_do_not_read_each_other(system: str) -> None:
         close(model(packed, **pack).last_hidden_state, alone)
 
 
-def test_hidden_states_are_what_each_block_reads_and_the_last_ones(causal: LineartimeForCausalLM) -> None:
+def test_hidden_states_are_what_each_block_reads_and_the_last_ones(causal: hf.LineartimeForCausalLM) -> None:
     ids = ids_of(2, 9)
     whole = causal(ids, output_hidden_states=True)
     assert len(whole.hidden_states) == causal.config.num_hidden_layers + 1
@@ -154,7 +110,7 @@ def test_hidden_states_are_what_each_block_reads_and_the_last_ones(causal: Linea
         close(cached, plain)
 
 
-def test_embedded_tokens_positions_and_the_last_logits_can_be_asked_for(causal: LineartimeForCausalLM) -> None:
+def test_embedded_tokens_positions_and_the_last_logits_can_be_asked_for(causal: hf.LineartimeForCausalLM) -> None:
     ids, mask = ids_of(2, 6), torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
     expected = causal(ids, attention_mask=mask).logits
     embedded = causal.get_input_embeddings()(ids)
@@ -167,7 +123,7 @@ def test_embedded_tokens_positions_and_the_last_logits_can_be_asked_for(causal: 
 # Losses -----------------------------------------------------------------------------------------------------------------
 
 
-def test_labels_are_the_tokens_themselves_and_give_the_loss_of_lineartime(causal: LineartimeForCausalLM) -> None:
+def test_labels_are_the_tokens_themselves_and_give_the_loss_of_lineartime(causal: hf.LineartimeForCausalLM) -> None:
     ids = ids_of(2, 9)
     labels = ids.clone()
     labels[0, 3] = -100
@@ -199,12 +155,12 @@ def test_tokens_of_a_prefix_are_no_targets_as_in_training(given: str) -> None:
     torch.testing.assert_close(model(ids, labels=labels, prefix_lengths=prefix, **options).loss, expected)
 
 
-@pytest.mark.parametrize("kind", [LineartimeForCausalLM, LineartimeForMaskedLM, LineartimeForTokenClassification])
+@pytest.mark.parametrize("kind", [hf.LineartimeForCausalLM, hf.LineartimeForMaskedLM, hf.LineartimeForTokenClassification])
 def test_labels_are_not_compared_with_other_tokens(kind: Any) -> None:
     model, ids = model_of(kind), ids_of(2, 9)
     with pytest.raises(ValueError, match=r"labels has shape \[9, 2\], but must be \[B, T\] = \[2, 9\]"):
         model(ids, labels=ids.T)
-    if kind is LineartimeForCausalLM:
+    if kind is hf.LineartimeForCausalLM:
         with pytest.raises(ValueError, match="logits_to_keep leaves out tokens, but labels need the logits of all"):
             model(ids, labels=ids, logits_to_keep=1)
         torch.testing.assert_close(model(ids, labels=ids, logits_to_keep=9).loss, model(ids, labels=ids).loss)
@@ -230,7 +186,7 @@ def test_tokens_can_be_added_and_the_logits_follow(tied: bool, tmp_path: Path) -
     assert model.get_input_embeddings() is new
 
 
-def test_a_model_on_several_devices_is_refused(causal: LineartimeForCausalLM, tmp_path: Path) -> None:
+def test_a_model_on_several_devices_is_refused(causal: hf.LineartimeForCausalLM, tmp_path: Path) -> None:
     causal.save_pretrained(tmp_path / "model")
     places = {"model.backbone.blocks.1": "disk", "": "cpu"}
     with pytest.raises(ValueError, match="device_map puts parts of the model on cpu and disk, but it must be on one device"):
@@ -245,7 +201,7 @@ def test_weights_that_a_file_lacks_are_drawn_and_no_others(system: str, tmp_path
     missing = {*of_block[::2], *(name for name in of_block if name.endswith("to_output.weight"))}
     assert any(name.endswith("to_output.weight") for name in missing)
     model.save_pretrained(tmp_path, state_dict={name: tensor for name, tensor in state.items() if name not in missing})
-    loaded = LineartimeForMaskedLM.from_pretrained(tmp_path).state_dict()
+    loaded = hf.LineartimeForMaskedLM.from_pretrained(tmp_path).state_dict()
     for name, tensor in state.items():
         assert torch.isfinite(loaded[name]).all()
         if name not in missing:
@@ -256,7 +212,7 @@ def test_weights_that_a_file_lacks_are_drawn_and_no_others(system: str, tmp_path
 
 def test_a_fresh_model_starts_as_lineartime_starts_it() -> None:
     config = tiny("flash-quad", d_model=64, initial_scores="unit")
-    fresh = LineartimeForCausalLM(config).model.backbone.state_dict()
+    fresh = hf.LineartimeForCausalLM(config).model.backbone.state_dict()
     assert_drawn_alike(fresh, lineartime.build(config.to_model_config()).backbone.state_dict())
 
 
@@ -275,7 +231,7 @@ def test_the_whole_model_is_compiled_as_one_graph_and_trains_with_padding() -> N
 # Mistakes ---------------------------------------------------------------------------------------------------------------
 
 
-def test_arguments_that_do_not_fit_are_named(causal: LineartimeForCausalLM) -> None:
+def test_arguments_that_do_not_fit_are_named(causal: hf.LineartimeForCausalLM) -> None:
     ids = ids_of(2, 4)
     unfit: list[tuple[dict[str, Any], str]] = [
         ({"input_ids": None}, "input_ids and inputs_embeds are both given or both missing"),
@@ -323,17 +279,17 @@ def test_models_of_the_wrong_task_are_refused() -> None:
     with pytest.raises(ValueError, match="task is 'clm', but must be 'mlm' for a masked language model"):
         AutoModelForMaskedLM.from_config(tiny())
     with pytest.raises(ValueError, match="use_cache is given, but a masked language model is bidirectional"):
-        LineartimeModel(tiny(task="mlm"))(ids_of(1, 4), use_cache=True)
+        hf.LineartimeModel(tiny(task="mlm"))(ids_of(1, 4), use_cache=True)
 
 
 @pytest.mark.parametrize("given", [{"n_layers": 3}, {"num_attention_heads": 3}, {"d_qk": 2}])
 def test_a_size_that_is_no_field_of_the_model_is_not_ignored(given: dict[str, Any]) -> None:
     [(name, value)] = given.items()
     with pytest.raises(lineartime.ArgumentError, match=f"{name} is {value}, but no field of this model has .* n_blocks, mixer"):
-        LineartimeConfig(**given)
+        hf.LineartimeConfig(**given)
     with pytest.raises(lineartime.ArgumentError, match="dropout is 'a', but must be a number"):
-        LineartimeConfig(dropout="a")
-    assert LineartimeConfig(num_hidden_layers=3, hidden_size=64, num_labels=5).n_blocks == 3
+        hf.LineartimeConfig(dropout="a")
+    assert hf.LineartimeConfig(num_hidden_layers=3, hidden_size=64, num_labels=5).n_blocks == 3
 
 
 # Heads for tasks, and pipelines -------------------------------------------------------------------------------------------
@@ -347,16 +303,9 @@ def batch() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-@pytest.mark.parametrize(
-    ("auto", "kind", "trained"),
-    [
-        (AutoModelForQuestionAnswering, LineartimeForQuestionAnswering, masked_model),
-        (AutoModelForSequenceClassification, LineartimeForSequenceClassification, causal_model),
-        (AutoModelForTokenClassification, LineartimeForTokenClassification, masked_model),
-    ],
-)
-def test_a_head_is_put_on_a_trained_model_and_saved_with_it(auto: Any, kind: Any, trained: Any, tmp_path: Path) -> None:
-    language = trained()
+@pytest.mark.parametrize(("auto", "kind"), list(hf.MODELS.items())[3:])
+def test_a_head_is_put_on_a_trained_model_and_saved_with_it(auto: Any, kind: Any, tmp_path: Path) -> None:
+    language: Any = causal_model() if kind is hf.LineartimeForSequenceClassification else masked_model()
     language.save_pretrained(tmp_path / "trained")
     model = auto.from_pretrained(tmp_path / "trained")
     assert type(model) is kind
@@ -364,7 +313,7 @@ def test_a_head_is_put_on_a_trained_model_and_saved_with_it(auto: Any, kind: Any
     assert 0 < getattr(model, model.head).weight.std() < 0.05
     model.save_pretrained(tmp_path / "tuned")
     torch.testing.assert_close(auto.from_pretrained(tmp_path / "tuned").state_dict(), model.state_dict())
-    if kind is LineartimeForSequenceClassification:  # a head of another size is drawn anew, if that is allowed
+    if kind is hf.LineartimeForSequenceClassification:  # a head of another size is drawn anew, if that is allowed
         with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
             auto.from_pretrained(tmp_path / "tuned", num_labels=5)
         other = auto.from_pretrained(tmp_path / "tuned", num_labels=5, ignore_mismatched_sizes=True)
@@ -373,7 +322,7 @@ def test_a_head_is_put_on_a_trained_model_and_saved_with_it(auto: Any, kind: Any
 
 @pytest.mark.parametrize("task", ["clm", "mlm"])
 def test_a_sequence_has_the_label_of_its_real_tokens(task: str) -> None:
-    model, (ids, mask) = model_of(LineartimeForSequenceClassification, task), batch()
+    model, (ids, mask) = model_of(hf.LineartimeForSequenceClassification, task), batch()
     output = model(ids, attention_mask=mask, labels=torch.tensor([1, 0]))
     alone = torch.cat([model(ids[:1]).logits, model(ids[1:, :6]).logits])
     close(output.logits, alone)
@@ -384,7 +333,7 @@ def test_a_sequence_has_the_label_of_its_real_tokens(task: str) -> None:
 
 @pytest.mark.parametrize("task", ["clm", "mlm"])
 def test_a_row_that_has_no_single_label_is_refused(task: str) -> None:
-    model, row = model_of(LineartimeForSequenceClassification, task), torch.zeros(1, 7, dtype=torch.long)
+    model, row = model_of(hf.LineartimeForSequenceClassification, task), torch.zeros(1, 7, dtype=torch.long)
     for packed in (
         {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])},
         {"cu_seq_lens_q": torch.tensor([0, 3, 7])},
@@ -398,7 +347,7 @@ def test_a_row_that_has_no_single_label_is_refused(task: str) -> None:
             model(torch.zeros(2, length, dtype=torch.long), attention_mask=mask)
 
 
-@pytest.mark.parametrize("kind", [LineartimeForSequenceClassification, LineartimeForTokenClassification])
+@pytest.mark.parametrize("kind", [hf.LineartimeForSequenceClassification, hf.LineartimeForTokenClassification])
 def test_bf16_does_not_round_the_mean_of_numbers_away(kind: Any) -> None:
     model, ids = model_of(kind), ids_of(2, 14)
     with torch.no_grad():
@@ -410,10 +359,10 @@ def test_bf16_does_not_round_the_mean_of_numbers_away(kind: Any) -> None:
 
 def test_labels_and_ends_of_answers_in_padding_do_not_count() -> None:
     ids, mask = batch()
-    model, labels = model_of(LineartimeForTokenClassification), (ids % 2).masked_fill(mask == 0, -100)
+    model, labels = model_of(hf.LineartimeForTokenClassification), (ids % 2).masked_fill(mask == 0, -100)
     output = model(ids, attention_mask=mask, labels=labels)
     torch.testing.assert_close(output.loss, F.cross_entropy(output.logits[labels >= 0], labels[labels >= 0]))
-    answering, start, end = model_of(LineartimeForQuestionAnswering), torch.tensor([3, 1]), torch.tensor([5, 2])
+    answering, start, end = model_of(hf.LineartimeForQuestionAnswering), torch.tensor([3, 1]), torch.tensor([5, 2])
     output = answering(ids, attention_mask=mask, start_positions=start, end_positions=end)
     found = [(output.start_logits, start), (output.end_logits, end)]
     losses = [F.cross_entropy(logits[i, :n], place[i]) for logits, place in found for i, n in ((0, 14), (1, 6))]
@@ -421,7 +370,7 @@ def test_labels_and_ends_of_answers_in_padding_do_not_count() -> None:
 
 
 def test_pipelines_continue_fill_and_classify_texts() -> None:
-    tokenizer = fast_tokenizer(ByteTokenizer())
+    tokenizer = hf.fast_tokenizer(ByteTokenizer())
     sizes: dict[str, Any] = {"vocab_size": 258, "n_blocks": 1}
     write = pipeline("text-generation", model=causal_model(**sizes), tokenizer=tokenizer)
     prompts, options = ["the square", "a"], {"max_new_tokens": 6, "do_sample": False}
@@ -435,7 +384,7 @@ def test_pipelines_continue_fill_and_classify_texts() -> None:
     assert [candidate["token"] for candidate in found] == best.indices.tolist()
     assert [candidate["score"] for candidate in found] == pytest.approx(best.values.tolist())
 
-    labelling = awake(LineartimeForSequenceClassification(tiny(task="mlm", **sizes)))
+    labelling = awake(hf.LineartimeForSequenceClassification(tiny(task="mlm", **sizes)))
     classify = pipeline("text-classification", model=labelling, tokenizer=tokenizer)
     for found, text in zip(classify(prompts, batch_size=2), prompts, strict=True):
         score, best = labelling(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1).max(-1)

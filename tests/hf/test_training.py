@@ -12,13 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
 
-from lineartime.hf import (
-    LineartimeForCausalLM,
-    LineartimeForMaskedLM,
-    LineartimeForQuestionAnswering,
-    LineartimeForSequenceClassification,
-    LineartimeForTokenClassification,
-)
+from lineartime import hf
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 
@@ -40,20 +34,20 @@ def _learner(kind: str) -> tuple[Any, list[dict[str, Any]]]:
     if kind == "answers":  # some of them are outside of the text
         places = [(x[0] % 4, x[1] % 4) for x in ids]
         given = [{"start_positions": torch.where(s < 2, s, 99), "end_positions": torch.where(e < 2, e, 99)} for s, e in places]
-        return LineartimeForQuestionAnswering(config), [{**x, **places} for x, places in zip(rows, given, strict=True)]
+        return hf.LineartimeForQuestionAnswering(config), [{**x, **places} for x, places in zip(rows, given, strict=True)]
     if kind in LANGUAGE:
         labels = [x.masked_fill(x < (20 if kind == "mlm" else 0), -100) for x in ids]
         rows = [{**x, "prefix_lengths": torch.tensor(len(x["input_ids"]) // 2)} for x in rows] if kind == "prefix-lm" else rows
-        model: Any = (LineartimeForMaskedLM if kind == "mlm" else LineartimeForCausalLM)(config)
+        model: Any = (hf.LineartimeForMaskedLM if kind == "mlm" else hf.LineartimeForCausalLM)(config)
     elif kind == "tokens":
         labels = [(x % 3).masked_fill(x > 20, -100) for x in ids]
-        model = LineartimeForTokenClassification(config)
+        model = hf.LineartimeForTokenClassification(config)
     else:
         config.problem_type = kind
         numbers = [((x[:1] - torch.arange(config.num_labels)) % 2).float() for x in ids]
         labels = [x[0] % 3 for x in ids] if kind == "single_label_classification" else numbers
         labels[1] = -100 * labels[1] if kind == "regression" else labels[1]
-        model = LineartimeForSequenceClassification(config)
+        model = hf.LineartimeForSequenceClassification(config)
     return model, [{**x, "labels": label} for x, label in zip(rows, labels, strict=True)]
 
 
@@ -131,14 +125,16 @@ def test_a_trainer_with_batches_of_its_own_counts_as_it_does(tmp_path: Path) -> 
 
     data = [{"input_ids": torch.arange(1, 9)}] * 4
     arguments = TrainingArguments(str(tmp_path), max_steps=1, remove_unused_columns=False, **QUIET)
-    Own(LineartimeForCausalLM(tiny()), arguments, train_dataset=data, data_collator=lambda rows: rows).train()
+    Own(hf.LineartimeForCausalLM(tiny()), arguments, train_dataset=data, data_collator=lambda rows: rows).train()
 
 
-def test_label_smoothing_does_not_teach_a_causal_model_to_copy_its_input(causal: LineartimeForCausalLM, tmp_path: Path) -> None:
+def test_label_smoothing_does_not_teach_a_causal_model_to_copy_its_input(
+    causal: hf.LineartimeForCausalLM, tmp_path: Path
+) -> None:
     arguments, ids = TrainingArguments(str(tmp_path), label_smoothing_factor=1e-6, **QUIET), ids_of(2, 9)
     loss = Trainer(causal, arguments).compute_loss(causal, {"input_ids": ids, "labels": ids.clone()})
     torch.testing.assert_close(loss, causal(ids, labels=ids).loss, atol=1e-4, rtol=1e-4)
-    assert type(AutoModelForCausalLM.from_config(causal.config)) is LineartimeForCausalLM
+    assert type(AutoModelForCausalLM.from_config(causal.config)) is hf.LineartimeForCausalLM
 
 
 def test_a_packed_batch_has_the_loss_of_its_documents(tmp_path: Path) -> None:
@@ -162,7 +158,7 @@ def test_a_packed_batch_has_the_loss_of_its_documents(tmp_path: Path) -> None:
 # Adapters of PEFT ------------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_of_peft_learns_on_the_projections(causal: LineartimeForCausalLM) -> None:
+def test_an_adapter_of_peft_learns_on_the_projections(causal: hf.LineartimeForCausalLM) -> None:
     ids, targets = ids_of(2, 14), ["to_gate_value_base", "to_output"]
     before = causal(ids).logits
     maps = [name for name, _ in causal.named_modules() if name.rpartition(".")[2] in targets]
@@ -187,7 +183,7 @@ def test_an_adapter_of_peft_learns_on_the_projections(causal: LineartimeForCausa
 
 @pytest.mark.filterwarnings("ignore:Model has .tie_word:UserWarning")
 @pytest.mark.parametrize("settings", [{"trainable_token_indices": [3]}, {"target_modules": ["embedding", "to_output"]}])
-def test_adapter_on_the_embedding_begins_with_the_same_text(settings: dict[str, Any], causal: LineartimeForCausalLM) -> None:
+def test_adapter_on_the_embedding_begins_with_the_same_text(settings: dict[str, Any], causal: hf.LineartimeForCausalLM) -> None:
     ids = ids_of(1, 5)
     before, text = causal(ids).logits, causal.generate(ids, **GREEDY)
     options = {"r": 2, "task_type": "CAUSAL_LM", "target_modules": ["to_output"], **settings}
@@ -196,7 +192,7 @@ def test_adapter_on_the_embedding_begins_with_the_same_text(settings: dict[str, 
     assert adapted.generate(input_ids=ids, **GREEDY).tolist() == text.tolist()
 
 
-def test_a_learned_prompt_is_read_once(causal: LineartimeForCausalLM) -> None:
+def test_a_learned_prompt_is_read_once(causal: hf.LineartimeForCausalLM) -> None:
     settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_attention_heads=1)
     tuned, ids = peft.get_peft_model(causal, settings).eval(), ids_of(1, 5)
     found = tuned.generate(input_ids=ids, **GREEDY, return_dict_in_generate=True, output_logits=True)
@@ -205,7 +201,7 @@ def test_a_learned_prompt_is_read_once(causal: LineartimeForCausalLM) -> None:
 
 
 def test_an_adapter_for_questions_trains_and_saves_the_head(tmp_path: Path) -> None:
-    model = awake(LineartimeForQuestionAnswering(tiny(task="mlm")))
+    model = awake(hf.LineartimeForQuestionAnswering(tiny(task="mlm")))
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["to_output"], task_type="QUESTION_ANS"))
     assert sum("qa_outputs" in name and weight.requires_grad for name, weight in adapted.named_parameters()) == 2
     adapted.save_pretrained(tmp_path)

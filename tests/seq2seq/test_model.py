@@ -1,7 +1,6 @@
 """The encoder-decoder: one function however it is run, and what it learns."""
 
 import dataclasses
-import json
 import re
 from itertools import pairwise, product
 from pathlib import Path
@@ -80,18 +79,6 @@ def test_logit_reads_the_whole_source_and_no_later_target(name: str) -> None:
         assert not torch.allclose(model(changed, target)[:, 0], logits[:, 0])
 
 
-def test_batch_is_written_like_its_rows() -> None:
-    model, source = make_model(), make_ids(9)
-    source_mask = torch.arange(9) < torch.tensor([[6], [9]])
-    arguments = {"start_token": 0, "max_tokens": 8}
-    never = beam_search(model, source, source_mask, stop_token=None, **arguments)
-    assert [len(row) for row in never] == [8, 8]
-    assert beam_search(model, source[:1, :6], stop_token=None, **arguments) == never[:1]
-    stop_token = never[0][0]
-    for row, whole in zip(beam_search(model, source, source_mask, stop_token=stop_token, **arguments), never, strict=True):
-        assert row == (whole[: whole.index(stop_token)] if stop_token in whole else whole)
-
-
 @every_config
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
 def test_enough_beams_find_the_best_of_all_targets(name: str, length_penalty: float) -> None:
@@ -155,11 +142,6 @@ def test_saved_encoder_decoder_loads_equal_and_readers_of_language_models_refuse
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(lineartime.LineartimeError, match=r"model holds an encoder-decoder, no language model"):
         lineartime.evaluate(tmp_path / "model")
-
-
-def test_config_survives_json_exactly() -> None:
-    for config in CONFIGS.values():
-        assert EncoderDecoderConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_inputs_that_do_not_fit_are_named() -> None:

@@ -6,7 +6,6 @@ from lineartime.baselines.ablations import MHSAGated as MHSAGated
 from lineartime.baselines.ablations import MHSARelu2 as MHSARelu2
 from lineartime.baselines.combiner import Combiner as Combiner
 from lineartime.baselines.combiner import CombinerFixed as CombinerFixed
-from lineartime.baselines.cosformer import CosFormer as CosFormer
 from lineartime.baselines.efficient import Efficient as Efficient
 from lineartime.baselines.flash_variants import FLASHCLS as FLASHCLS
 from lineartime.baselines.flash_variants import FLASHFirstToAll as FLASHFirstToAll
@@ -15,8 +14,10 @@ from lineartime.baselines.flash_variants import FLASHLocal as FLASHLocal
 from lineartime.baselines.flash_variants import FLASHOverlapping as FLASHOverlapping
 from lineartime.baselines.flash_variants import FLASHWeighted as FLASHWeighted
 from lineartime.baselines.flowformer import Flowformer as Flowformer
+from lineartime.baselines.kernel_attention import CosFormer as CosFormer
 from lineartime.baselines.kernel_attention import KernelAttention as KernelAttention
 from lineartime.baselines.kernel_attention import LinearELU as LinearELU
+from lineartime.baselines.kernel_attention import LinearTaylor as LinearTaylor
 from lineartime.baselines.kernel_attention import Performer as Performer
 from lineartime.baselines.lact import LaCT as LaCT
 from lineartime.baselines.landmarks import Linformer as Linformer
@@ -27,7 +28,6 @@ from lineartime.baselines.linear_models import DeltaNet as DeltaNet
 from lineartime.baselines.linear_models import GatedDeltaNet as GatedDeltaNet
 from lineartime.baselines.linear_models import Mamba2 as Mamba2
 from lineartime.baselines.linear_models import RetNet as RetNet
-from lineartime.baselines.linear_taylor import LinearTaylor as LinearTaylor
 from lineartime.baselines.mixed_chunk import MCTFM as MCTFM
 from lineartime.baselines.mixed_chunk import MixedChunk as MixedChunk
 from lineartime.baselines.reformer import Reformer as Reformer

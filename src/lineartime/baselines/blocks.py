@@ -1,10 +1,11 @@
-"""What the baselines share that cut a row into blocks, or in which a token attends to only some of the others.
+"""What baselines share: their states, and what cuts a row into blocks, or lets a token attend to only some of the others.
 
 Shapes: B streams, R rows, L tokens of a row, H heads, S block size, G blocks, C chunk size, Q queries, K keys, h head width;
 tensors of the functions may have other leading dimensions.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,14 @@ from typing_extensions import Unpack
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.checks import check_positive
 from lineartime.ops.modes import acc_dtype
+from lineartime.ops.state import State
+
+
+@dataclass(eq=False)
+class StreamState(State):
+    """The state of causal streams; `position`, int64 [B], is the number of tokens that each has read."""
+
+    position: Tensor
 
 
 def scaled_products(q: Tensor, k: Tensor) -> Tensor:

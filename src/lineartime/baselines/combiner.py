@@ -17,7 +17,6 @@ d = H h model width.
 Source: "Combiner: Full Attention Transformer with Sparse Computation Cost" (arXiv 2107.05768).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -29,6 +28,7 @@ from typing_extensions import Unpack
 from lineartime.baselines.blocks import (
     ChunkedHeadOptions,
     ChunkedHeads,
+    StreamState,
     cut_blocks,
     fill,
     join_blocks,
@@ -43,55 +43,6 @@ from lineartime.layers.dense import Dense, factory, is_untouched
 from lineartime.layers.residual import LayerNorm
 from lineartime.ops.packing import Packing
 from lineartime.ops.positions import rope
-from lineartime.ops.state import State
-
-
-def _read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax attention of one query, for definitions: [H, h], [H, K, h], [H, K, h] -> [H, h]."""
-    weights = torch.einsum("hf,hjf->hj", q, k * q.shape[1] ** -0.5).softmax(-1)
-    return torch.einsum("hj,hjf->hf", weights, v)
-
-
-def combiner_attention_oracle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    x: Tensor,
-    key_summary: Callable[[Tensor, Tensor, Tensor], Tensor],
-    *,
-    chunk_size: int,
-    causal: bool = False,
-) -> Tensor:
-    """The definition for one document, one query at a time: q, k, v [H, T, h] and x [T, d] -> [H, T, h]."""
-    length = q.shape[1]
-    row_of = [[j for j in range(length) if j // chunk_size == t // chunk_size] for t in range(length)]
-    o = [_read(q[:, t], k[:, row_of[t]], v[:, row_of[t]]) for t in range(length)]
-    k_sum = [key_summary(o[t].flatten(), x[t], torch.tensor(t)) for t in range(length)]
-    out = []
-    for t in range(length):
-        near = [j for j in row_of[t] if j <= t or not causal]
-        far = [j for j in range(t % chunk_size, length, chunk_size) if j < t or (j > t and not causal)]
-        keys = torch.cat([k[:, near], *(k_sum[j][:, None] for j in far)], 1)
-        values = torch.cat([v[:, near], *(o[j][:, None] for j in far)], 1)
-        out.append(_read(q[:, t], keys, values))
-    return torch.stack(out, 1)
-
-
-def combiner_fixed_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
-    """The definition for one document, one query at a time: q, k, v [H, T, h] -> [H, T, h]."""
-    length = q.shape[1]
-    chunks = [list(range(start, min(start + chunk_size, length))) for start in range(0, length, chunk_size)]
-    k_bar = [k[:, chunk].amax(1) for chunk in chunks]
-    v_bar = [_read(q[:, chunk].amax(1), k[:, chunk], v[:, chunk]) for chunk in chunks]
-    out = []
-    for t in range(length):
-        own = t // chunk_size
-        near = [j for j in chunks[own] if j <= t or not causal]
-        far = [g for g in range(len(chunks)) if g < own or (g > own and not causal)]
-        keys = torch.cat([k[:, near], *(k_bar[g][:, None] for g in far)], 1)
-        values = torch.cat([v[:, near], *(v_bar[g][:, None] for g in far)], 1)
-        out.append(_read(q[:, t], keys, values))
-    return torch.stack(out, 1)
 
 
 def _visible(real: Tensor, chunk_size: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,17 +56,15 @@ def _visible(real: Tensor, chunk_size: int, causal: bool) -> tuple[Tensor, Tenso
 
 
 @dataclass(eq=False)
-class CombinerState(State):
+class CombinerState(StreamState):
     """The state of causal streams; it grows by two vectors for every token, as a cache of keys and values.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         k_sum, o: [B, H, G, C, h], of all complete rows.
         q, k, v: [B, H, C, h] of the open row; the slots after its tokens hold any numbers.
         x: [B, C, d] of the open row.
     """
 
-    position: Tensor
     k_sum: Tensor
     o: Tensor
     q: Tensor
@@ -221,17 +170,15 @@ def _summary(q_bar: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class CombinerFixedState(State):
+class CombinerFixedState(StreamState):
     """The state of causal streams; it grows by one summary for every chunk.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         k_bar, v_bar: [B, H, G, h], the summaries of all complete chunks.
         k, v: [B, H, C, h] of the open chunk; the slots after its tokens hold any numbers.
         highest_q: [B, H, h], the maximum of the open chunk's queries, or any numbers if it is empty.
     """
 
-    position: Tensor
     k_bar: Tensor
     v_bar: Tensor
     k: Tensor

@@ -26,23 +26,8 @@ from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.ops.checks import check_n_heads
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
-from lineartime.ops.positions import rope
 
 MAX_KEY = 20.0
-
-
-def efficient_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, rotated: bool = False) -> Tensor:
-    """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h]."""
-    k = k.clamp(-MAX_KEY, MAX_KEY)
-    position = torch.arange(len(v))
-    rows = []
-    for t in range(len(v)):
-        visible = slice(0, t + 1) if causal else slice(None)
-        query, keys = q[t].softmax(0), k[visible].softmax(0)
-        if rotated:
-            query, keys = rope(query, position[t]), rope(keys, position[visible])
-        rows.append(query @ (keys.mT @ v[visible]))
-    return torch.stack(rows)
 
 
 def efficient_features(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

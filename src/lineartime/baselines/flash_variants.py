@@ -23,7 +23,6 @@ chunks of 64; section 4.3 on fine-tuning; overlapping chunks, which it mentions 
 summaries.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,26 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import masked_products, real_tokens
+from lineartime.baselines.blocks import StreamState, masked_products, real_tokens
 from lineartime.layers.flash import FLASH
 from lineartime.layers.mixer import MixerOptions
-from lineartime.ops.activations import NORMALIZATIONS, Activation, Normalization, relu2
+from lineartime.ops.activations import NORMALIZATIONS, Normalization
 from lineartime.ops.mixed_chunk import MixedChunkState, attend, attention_weights, mixed_chunk_state
 from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.packing import Grid, Packing
-from lineartime.ops.state import State
-
-
-def flash_cls_oracle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_size: int) -> dict[int, Tensor]:
-    """The new output of the document's first token; bias: [2 C - 1], for the distances from 1 - C to C - 1."""
-    near = slice(0, min(chunk_size, len(v)))
-    weights = (k[near] @ q[0] / q.shape[-1] ** 0.5 + bias[chunk_size - 1 :][near]).softmax(0)
-    return {0: weights @ v[near]}
-
-
-def flash_first_to_all_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int) -> dict[int, Tensor]:
-    """The new outputs of the first tokens of all chunks."""
-    return {t: (k @ q[t] / q.shape[-1] ** 0.5).softmax(0) @ v for t in range(0, len(v), chunk_size)}
 
 
 class FLASHVariant(FLASH):
@@ -168,33 +154,16 @@ class FLASHFirstToAll(FLASHBySoftmax):
         return masked_products(q[:, :: self.chunk_size], k, real[:, None]).softmax(-1).to(v.dtype) @ v
 
 
-def flash_overlapping_oracle(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, chunk_size: int, causal: bool = False, activation: Activation = "relu2"
-) -> Tensor:
-    """The definition of the quadratic part for one document, one query at a time: [T, s], [T, s], [T, e] -> [T, e].
-
-    bias: [4 C - 1], for the distances from 1 - 2 C to 2 C - 1.
-    """
-    rows = []
-    for t in range(len(v)):
-        near = [j for j in range(len(v)) if abs(j // chunk_size - t // chunk_size) <= 1 and (j <= t or not causal)]
-        scores = k[near] @ q[t] / q.shape[-1] ** 0.5 + bias[[j - t + 2 * chunk_size - 1 for j in near]]
-        rows.append((scores.softmax(0) if activation == "softmax" else relu2(scores) / len(near)) @ v[near])
-    return torch.stack(rows)
-
-
 @dataclass(eq=False)
-class FLASHOverlappingState(State):
+class FLASHOverlappingState(StreamState):
     """The state of causal streams, of constant size; slots that hold no token hold any numbers.
 
     Attributes:
-        position: int64 [D], the number of tokens that each stream has read.
         summary: [D, s, e], the sum of k_lin v^T over all complete chunks.
         k_quad, v: [D, 2 C, s] and [D, 2 C, e] of the previous chunk and the open one.
         k_lin: [D, C, s] of the open chunk.
     """
 
-    position: Tensor
     summary: Tensor
     k_quad: Tensor
     v: Tensor
@@ -275,26 +244,6 @@ class FLASHOverlapping(FLASHVariant):
         return FLASHOverlappingState(self.first_position(batch_size), *sums)
 
 
-def flash_weighted_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
-    """The definition of the linear part for one document, one query at a time: [T, s], [T, s], [T, e] -> [T, e]."""
-    chunks = [slice(start, min(start + chunk_size, len(v))) for start in range(0, len(v), chunk_size)]
-    q_bar, k_bar = ([x[chunk].mean(0) for chunk in chunks] for x in (q, k))
-    sizes = [chunk.stop - chunk.start for chunk in chunks]
-    summaries = [k[chunk].mT @ v[chunk] / size for chunk, size in zip(chunks, sizes, strict=True)]
-    rows = []
-    for t in range(len(v)):
-        own = t // chunk_size
-        reach = list(range(own if causal else len(chunks)))
-        if not reach:
-            rows.append(0 * v[t])
-            continue
-        query = q_bar[own - 1 if causal else own]
-        scores = torch.stack([query @ k_bar[h] / math.sqrt(q.shape[-1]) + math.log(sizes[h]) for h in reach])
-        weights = scores.softmax(0)
-        rows.append(q[t] @ sum(weights[h] * summaries[h] for h in reach))
-    return torch.stack(rows)
-
-
 def by_document(x: Tensor, grid: Grid) -> Tensor:
     """Make each document a row of its chunks, with zeros after those of shorter ones: [G, ...] -> [D, longest, ...]."""
     if isinstance(grid.chunks, int):
@@ -317,18 +266,16 @@ def _places(grid: Grid) -> tuple[int, Tensor]:
 
 
 @dataclass(eq=False)
-class FLASHWeightedState(State):
+class FLASHWeightedState(StreamState):
     """The state of causal streams; it grows by one summary for every chunk.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         summary: [B, s, e], the weighted mean of summaries for the open chunk.
         summaries, k_bar: [B, G, s, e] and [B, G, s] of all complete chunks.
         q_sum: [B, s], the sum of q_lin over the open chunk.
         open_chunk: the keys of both parts and the values of the open chunk.
     """
 
-    position: Tensor
     summary: Tensor
     summaries: Tensor
     k_bar: Tensor

@@ -26,39 +26,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineartime.baselines.blocks import real_tokens
+from lineartime.baselines.blocks import StreamState, real_tokens
 from lineartime.baselines.kernel_attention import continued_sums
 from lineartime.layers.attention import MultiHeadMixer
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import State
 
 EPS = 1e-6
 MAX_FLOW = 5.0
 """The upper bound of a conserved flow, which is 1 on average, before the competition."""
-
-
-def flowformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
-    """The definition for one head and one document, one token at a time: q, k, v [T, h] -> [T, h]."""
-    a, b = q.sigmoid(), k.sigmoid()
-    tokens = range(len(v))
-    so_far = [slice(0, t + 1) if causal else slice(None) for t in tokens]
-    count = torch.tensor([t + 1.0 if causal else 1.0 for t in tokens], dtype=v.dtype)
-
-    def flow(x: Tensor, total: Tensor) -> Tensor:
-        return (x + EPS) @ (total + EPS)
-
-    incoming = torch.stack([flow(a[t], b[so_far[t]].sum(0)) for t in tokens]) / count
-    outgoing = torch.stack([flow(b[j], a[so_far[j]].sum(0)) for j in tokens]) / count
-    sinks = torch.stack([flow(a[t], (b / outgoing[:, None])[so_far[t]].sum(0)) for t in tokens]) / count
-    sources = torch.stack([flow(b[j], (a / incoming[:, None])[so_far[j]].sum(0)) for j in tokens]) / count
-    strength = sources.clamp(max=MAX_FLOW).exp()
-    share = torch.stack([strength[j] / strength[so_far[j]].mean() for j in tokens])
-    rows = []
-    for t in tokens:
-        weights = b[so_far[t]] @ a[t] / (incoming[t] * count[t])
-        rows.append(sinks[t].sigmoid() * (weights * share[so_far[t]]) @ v[so_far[t]])
-    return torch.stack(rows)
 
 
 def _flow(x: Tensor, total: Tensor) -> Tensor:
@@ -67,28 +43,18 @@ def _flow(x: Tensor, total: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class FlowformerState(State):
+class FlowformerState(StreamState):
     """The state of causal streams, of constant size, in float32 or better: sums over all tokens so far.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         summary: [B, H, h, h], the sum of b (w v)^T.
         flows: [B, H, 4, h], the sums of b, of a, of n b / O and of n a / I.
         strength: [B, H, 1, 1], the sum of the exponentials that compete.
     """
 
-    position: Tensor
     summary: Tensor
     flows: Tensor
     strength: Tensor
-
-
-def empty_state(keys: Tensor, d_value: int) -> FlowformerState:
-    """The state before the first token of keys [R, H, L, h], on their device and in their dtype (at least float32)."""
-    rows, heads, _, width = keys.shape
-    shapes = ((width, d_value), (4, width), (1, 1))
-    position = keys.new_zeros(rows, dtype=torch.long)
-    return FlowformerState(position, *(keys.new_zeros(rows, heads, *shape, dtype=acc_dtype(keys)) for shape in shapes))
 
 
 def _continued(
@@ -126,7 +92,7 @@ class Flowformer(MultiHeadMixer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend in time linear in L: q, k, v [R, H, L, h] -> [R, H, L, h]."""
         if self.causal:  # padding comes after the real tokens, and no token attends to later ones
-            return _continued(q, k, v, empty_state(k, v.shape[-1]), 0)[0]
+            return _continued(q, k, v, self.init_own_state(len(q)), 0)[0]
         a, b = (x.to(acc_dtype(x)).sigmoid() for x in (q, k))
         here = real_tokens(v, real)[:, None, :, None]
 
@@ -149,4 +115,6 @@ class Flowformer(MultiHeadMixer):
         return out, FlowformerState(state.position + packing.new, *sums)
 
     def init_own_state(self, batch_size: int) -> FlowformerState:
-        return empty_state(self.empty_cache(batch_size), self.head_dim)
+        empty, width = self.empty_cache(batch_size, acc_dtype(self.any_parameter)), self.head_dim
+        sums = (empty.new_zeros(batch_size, self.n_heads, *shape) for shape in ((width, width), (4, width), (1, 1)))
+        return FlowformerState(self.first_position(batch_size), *sums)

@@ -4,17 +4,24 @@ A subclass defines the feature map. With features that are not negative,
 
     out[t] = sum over visible j of s(t, j) v[j]  /  sum over visible j of s(t, j)        s(t, j) = features(q[t]).features(k[j])
 
-    linear-elu:  features(x) = elu(x) + 1        (eq. 7)
-    performer:   features(x) = relu(x) + 0.001
+    linear-elu:     features(x) = elu(x) + 1        (eq. 7)
+    performer:      features(x) = relu(x) + 0.001
+    linear-taylor:  features(x) = (1, x / |x|), so that s(t, j) = 1 + cos(q[t], k[j]), two terms of the exponential's series
+    cosformer:      s(t, j) = relu(q[t]).relu(k[j]) cos(pi / 2 (t - j) / M)
+
+That of cosFormer is a product of 2 h features, relu(x[i]) cos(pi / 2 i / M) and relu(x[i]) sin(pi / 2 i / M), because
+cos(a - b) = cos(a) cos(b) + sin(a) sin(b). In its source, M is the length of the sequence. Here it is a constant, because the
+outputs of a causal model must not change when its text grows.
 
 With rotary positions on the features (arXiv 2104.09864, eq. 19), the numerator takes rotated features and the denominator plain
 ones, so that the denominator stays a sum of nonnegative numbers.
 
 Shapes: N tokens, B streams, R rows, H heads, L tokens of a row, T tokens, h head and value width, f features, C chunk size,
-G chunks; tensors of the functions may have other leading dimensions.
+G chunks, M the longest sequence of cosFormer; tensors of the functions may have other leading dimensions.
 Source: "Transformers are RNNs" (arXiv 2006.16236).
 """
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -24,12 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import cut_blocks, exclusive_cumsum, join_blocks
+from lineartime.baselines.blocks import StreamState, cut_blocks, exclusive_cumsum, join_blocks
 from lineartime.errors import check_choice
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
+from lineartime.ops.checks import check_fits, check_positive
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import State, in_place, writable
+from lineartime.ops.state import in_place, writable
 
 Rotated = Literal["inputs", "features"]
 """What rotary positions rotate in a linear attention."""
@@ -43,37 +51,11 @@ MIN_DIVISOR = 1e-18
 gradient, is still nonzero in float32."""
 
 
-def linear_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
-    """The definition for one head and one document, one query at a time: features [T, f], [T, f], values [T, h] -> [T, h]."""
-    rows = []
-    for t in range(len(v)):
-        visible = slice(0, t + 1) if causal else slice(None)
-        similarities = k[visible] @ q[t]
-        rows.append(similarities @ v[visible] / similarities.sum())
-    return torch.stack(rows)
-
-
-# Three forms of the causal sums: q, k [..., T, f], v [..., T, h] -> sum over j <= t of (q[t].k[j]) v[j], [..., T, h]
-
-
-def chunked_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sum by chunks: products inside a chunk, and one f x h state for everything before it. Linear in T; best for training."""
-    return continued_sums(q, k, v, None)[0]
-
-
-def prefix_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sum by a prefix sum over tokens, as in the published Performer. It stores T states of f x h, which makes it slow."""
-    states = (k[..., None] * v[..., None, :]).to(acc_dtype(v)).cumsum(-3)
-    return (q[..., None, :] @ states.to(q.dtype)).squeeze(-2)
-
-
-def matmul_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sum by all T x T products, with future ones set to zero: quadratic in T, but only matrix products."""
-    return (q @ k.mT).tril() @ v
-
-
 def continued_sums(q: Tensor, k: Tensor, v: Tensor, before: Tensor | None, chunk_size: int = 128) -> tuple[Tensor, Tensor]:
-    """The causal sums by chunks that continue a state [..., f, h] (None for the beginning), and the new state."""
+    """The sums over j <= t of (q[t].k[j]) v[j] that continue a state [..., f, h] (None for the beginning), and the new state.
+
+    By products inside a chunk, and one state for everything before it: linear in L.
+    """
     length = q.shape[-2]
     chunk_size = max(1, min(chunk_size, length))  # a larger chunk would only be padded
     q, k, v = (cut_blocks(x, chunk_size) for x in (q, k, v))  # empty slots add nothing: their features are zero
@@ -104,17 +86,22 @@ def elu_features(x: Tensor) -> Tensor:
     return F.elu(x) + 1
 
 
+def weigh_by_cosine(features: Tensor, first: int, max_length: int) -> Tensor:
+    """Multiply the features [..., L, f] of tokens from position `first` on by the cosine and by the sine: [..., L, 2 f]."""
+    positions = torch.arange(first, first + features.shape[-2], dtype=acc_dtype(features), device=features.device)
+    angles = (math.pi / 2 / max_length * positions)[:, None]
+    return torch.cat([features * angles.cos().to(features.dtype), features * angles.sin().to(features.dtype)], -1)
+
+
 @dataclass(eq=False)
-class LinearState(State):
+class LinearState(StreamState):
     """What causal streams remember.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         summary: [B, H, f, h + 1], the sum of k (v, 1)^T over them, in float32 or better. If features are rotated, the ones are
             summed with plain features.
     """
 
-    position: Tensor
     summary: Tensor
 
 
@@ -156,7 +143,7 @@ class KernelAttention(MultiHeadMixer):
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The causal sums over tokens: q [..., L, f], k [..., L, f], v [..., L, h] -> [..., L, h]."""
-        return chunked_sums(q, k, v)
+        return continued_sums(q, k, v, None)[0]
 
     def rotate(self, q: Tensor, k: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
         """Rotated queries and keys [N, H, h]; or their features, plain ones before rotated ones, [N, H, 2 f]."""
@@ -254,4 +241,63 @@ class Performer(KernelAttention):
         return relu_features(x)
 
     def sums(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return {"prefix": prefix_sums, "matmul": matmul_sums, "chunked": chunked_sums}[self.causal_sums](q, k, v)
+        if self.causal_sums == "prefix":
+            states = (k[..., None] * v[..., None, :]).to(acc_dtype(v)).cumsum(-3)
+            return (q[..., None, :] @ states.to(q.dtype)).squeeze(-2)
+        return (q @ k.mT).tril() @ v if self.causal_sums == "matmul" else super().sums(q, k, v)
+
+
+class LinearTaylor(KernelAttention):
+    """Linear attention with similarity 1 + cos(q, k).
+
+    Its features are (1, x / |x|).
+
+    Source: Su, "Exploring linear attention" (2020), https://kexue.fm/archives/7546.
+    """
+
+    name = "linear-taylor"
+
+    def features(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h + 1]."""
+        # The square of this eps is not zero in float32, so the gradients of empty slots are finite.
+        return F.pad(F.normalize(x, dim=-1, eps=1e-6), (1, 0), value=1.0)
+
+    def rotate_features(self, q: Tensor, k: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+        """Rotate all features except the constant one by their positions."""
+        turned = super().rotate_features(q[..., 1:], k[..., 1:], packing)
+        return F.pad(turned[0], (1, 0), value=1.0), F.pad(turned[1], (1, 0), value=1.0)
+
+
+class CosFormer(KernelAttention):
+    """cosFormer: ReLU features, weighted by distance.
+
+    Args:
+        max_length: M, the distance at which the weight of a token would be zero, and the maximum number of tokens in a
+            sequence. A longer sequence raises an error, also in streaming.
+        **options: the options of `MultiHeadMixer`. Rotated features are not among them: where a query and the keys share no
+            nonzero feature, the numerator would not be zero, but the denominator would.
+
+    Source: "cosFormer: Rethinking Softmax in Attention" (arXiv 2202.08791).
+    """
+
+    name = "cosformer"
+    any_positions = False
+    constant_state = False
+
+    def __init__(self, d_model: int, *, max_length: int = 1024, **options: Unpack[HeadOptions]) -> None:
+        # Passed explicitly, so that a caller who passes it gets a TypeError.
+        super().__init__(d_model, rotated="inputs", **options)
+        check_positive(max_length=max_length)
+        self.max_length = max_length
+
+    @property
+    def longest_sequence(self) -> int:
+        return self.max_length
+
+    def features(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+    def weigh(self, features: Tensor, first: int) -> Tensor:
+        """[..., L, h] -> [..., L, 2 h]; ArgumentError beyond `max_length` tokens."""
+        check_fits("CosFormer", first + features.shape[-2], self.max_length)
+        return weigh_by_cosine(features, first, self.max_length)

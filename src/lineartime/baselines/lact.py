@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import fill, open_chunk_pieces
+from lineartime.baselines.blocks import StreamState, fill, open_chunk_pieces
 from lineartime.baselines.sparse import Longformer, LongformerState
 from lineartime.errors import ArgumentError
 from lineartime.layers.attention import HeadOptions
@@ -33,7 +33,6 @@ from lineartime.layers.residual import RMSNorm
 from lineartime.ops.checks import check_positive
 from lineartime.ops.modes import acc_dtype, without_autocast
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import State
 
 FIRST_RATE = 1e-3
 ORTHOGONALISED = (
@@ -71,36 +70,16 @@ def descent(weights: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
     return torch.stack([of_gate.mT @ (r0 * k), v.mT @ (r1 * F.silu(gate) * value), (hidden * F.silu(gate)).mT @ (r2 * k)], -3)
 
 
-def lact_oracle(weights: Tensor, q: Tensor, k: Tensor, v: Tensor, rates: Tensor, m: Tensor, *, chunk_size: int) -> Tensor:
-    """The definition for one network and document: [3, f, f], q, k, v [T, f], rates [T, 3], m [T] -> [T, f]. Slow."""
-    lengths, change, rows = weights.norm(dim=-1, keepdim=True), torch.zeros_like(weights), []
-    for start in range(0, len(v), chunk_size):
-        chunk = range(start, min(start + chunk_size, len(v)))
-        rows += [net(weights, q[t, None])[0] for t in chunk]
-        change = m[chunk].mean() * change
-        for t in chunk:
-            with torch.enable_grad():
-                before = weights.detach().requires_grad_()
-                loss = -(net(before, k[t, None])[0] @ v[t])
-                (gradient,) = torch.autograd.grad(loss, before)
-            change = change - rates[t][:, None, None] * gradient
-        weights = weights + orthogonalised(change)
-        weights = weights / (weights.norm(dim=-1, keepdim=True) + 1e-5) * lengths
-    return torch.stack(rows)
-
-
 @dataclass(eq=False)
-class LaCTState(State):
+class LaCTState(StreamState):
     """The state of causal streams, which stops growing after a window.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         near: the state of the window attention.
         weights, momentum: [B, F, 3, f, f], the weights of the networks, and their last changes before they are orthogonalised.
         open_chunk: [B, F, C, 2 f + 4], keys, values, rates and m of the open chunk.
     """
 
-    position: Tensor
     near: LongformerState
     weights: Tensor
     momentum: Tensor

@@ -16,8 +16,6 @@ Shapes: R rows (one for each document), H heads, L tokens of the longest row, T 
 M the longest sequence allowed, w width of the convolution.
 """
 
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,39 +28,6 @@ from lineartime.layers.dense import factory
 from lineartime.ops.checks import check_fits, check_positive
 
 ITERATIONS = 6
-
-
-def linformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, e: Tensor, f: Tensor) -> Tensor:
-    """The definition for one head of one document: q, k, v [T, h] and E, F [m, M] -> [T, h]. Slow."""
-    keys, values = (torch.stack([sum(row[j] * x[j] for j in range(len(x))) for row in m]) for m, x in ((e, k), (f, v)))
-    return torch.stack([(keys @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ values for i in range(len(q))])
-
-
-def nystromformer_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_landmarks: int) -> Tensor:
-    """The definition for one head of one document, without the convolution: q, k, v [T, h] -> [T, h]."""
-    length, scale = len(v), q.shape[-1] ** -0.5
-    if length <= n_landmarks:
-        return torch.stack([(k @ q[i] * scale).softmax(0) @ v for i in range(length)])
-    ends = [landmark * length // n_landmarks for landmark in range(n_landmarks + 1)]
-    q_l, k_l = (torch.stack([x[a:b].mean(0) for a, b in pairwise(ends)]) for x in (q, k))
-    between = torch.stack([(k_l @ query * scale).softmax(0) for query in q_l])
-    summaries = torch.stack([(k @ query * scale).softmax(0) @ v for query in q_l])
-    one = torch.eye(n_landmarks, dtype=v.dtype)
-    z = between.mT / (between.sum(0).max() * between.sum(1).max())
-    for _ in range(ITERATIONS):
-        az = between @ z
-        z = z @ (13 * one - az @ (15 * one - az @ (7 * one - az))) / 4
-    return torch.stack([(k_l @ q[i] * scale).softmax(0) @ z @ summaries for i in range(length)])
-
-
-def convolution_oracle(v: Tensor, weights: Tensor) -> Tensor:
-    """The definition of the convolution for one head of one document: [T, h] and [w] -> [T, h]."""
-    reach = len(weights) // 2
-    rows = []
-    for i in range(len(v)):
-        near = [j for j in range(len(v)) if abs(i - j) <= reach]
-        rows.append(torch.stack([weights[j - i + reach] * v[j] for j in near]).sum(0))
-    return torch.stack(rows)
 
 
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:

@@ -45,51 +45,6 @@ MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 """The inputs of RWKV-7, and the powers by which the features of each begin to read the token before."""
 
 
-def retention_oracle(q: Tensor, k: Tensor, v: Tensor, head: int) -> Tensor:
-    """RetNet's definition for one head of one document, one query at a time: q, k [T, s], v [T, e] -> [T, e]."""
-    gamma, rows = 1 - 2.0 ** (-5 - head), []
-    for t in range(len(v)):
-        rows.append(sum(gamma ** (t - j) * (q[t] @ k[j]) / q.shape[1] ** 0.5 * v[j] for j in range(t + 1)))
-    return torch.stack(rows)
-
-
-def gla_oracle(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
-    """GLA's definition for one head of one document, one token at a time: q, k, alpha [T, s], v [T, e] -> [T, e]."""
-    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
-    for t in range(len(v)):
-        s = alpha[t][:, None] * s + torch.outer(k[t], v[t])
-        rows.append(s.mT @ q[t] / q.shape[1] ** 0.5)
-    return torch.stack(rows)
-
-
-def delta_rule_oracle(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
-    """Both DeltaNets' definition for one head of one document: q, k [T, s], v [T, e], beta, alpha [T] -> [T, e]."""
-    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
-    for t in range(len(v)):
-        s = alpha[t] * s
-        s = s + beta[t] * torch.outer(k[t], v[t] - s.mT @ k[t])
-        rows.append(s.mT @ q[t] / q.shape[1] ** 0.5)
-    return torch.stack(rows)
-
-
-def ssd_oracle(b: Tensor, c: Tensor, x: Tensor, step: Tensor, a: Tensor) -> Tensor:
-    """Mamba-2's definition for one head of one document, without D: B, C [T, s], x [T, e], step [T], A [] -> [T, e]."""
-    s, rows = x.new_zeros(b.shape[1], x.shape[1]), []
-    for t in range(len(x)):
-        s = (-a * step[t]).exp() * s + step[t] * torch.outer(b[t], x[t])
-        rows.append(s.mT @ c[t])
-    return torch.stack(rows)
-
-
-def rwkv7_oracle(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, c: Tensor) -> Tensor:
-    """RWKV-7's definition for one head of one document, one token at a time: v [T, e], the others [T, s] -> [T, e]."""
-    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
-    for t in range(len(v)):
-        s = (torch.diag(w[t]) - torch.outer(a[t] * c[t], c[t])) @ s + torch.outer(k[t], v[t])
-        rows.append(s.mT @ r[t])
-    return torch.stack(rows)
-
-
 class RetNet(RecurrentMixer):
     """RetNet: rotary positions, and one decay a head.
 

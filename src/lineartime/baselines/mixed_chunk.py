@@ -18,7 +18,6 @@ the comparison of approximation costs (MC-TFM++).
     R(t) = tokens of all chunks but t's own; causal: of those before it; nothing is added if there is none
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -29,6 +28,7 @@ from typing_extensions import Unpack
 from lineartime.baselines.blocks import (
     ChunkedHeadOptions,
     ChunkedHeads,
+    StreamState,
     cut_blocks,
     exclusive_cumsum,
     fill,
@@ -38,60 +38,27 @@ from lineartime.baselines.blocks import (
     real_tokens,
     with_neighbours,
 )
-from lineartime.baselines.cosformer import weigh_by_cosine
-from lineartime.baselines.kernel_attention import elu_features, normalized, relu_features, with_ones
+from lineartime.baselines.kernel_attention import elu_features, normalized, relu_features, weigh_by_cosine, with_ones
 from lineartime.errors import check_choice
 from lineartime.ops.checks import check_fits, check_positive
 from lineartime.ops.mixed_chunk import MixedChunkState, Scales, attend_visible, reciprocal
 from lineartime.ops.modes import acc_dtype, output_dtype, without_autocast
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import State
 
 Local = Literal["own", "overlapping"]
 FeatureMap = Literal["relu", "elu", "cos"]
 
 
-def mixed_chunk_scheme_oracle(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    similarity: Callable[[Tensor, Tensor, int], Tensor],
-    *,
-    chunk_size: int,
-    reach: int,
-    causal: bool = False,
-) -> Tensor:
-    """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h].
-
-    `similarity` computes s(t, j) from a query, a key and t - j. The local part covers chunks at most `reach` away from t's own.
-    """
-    tokens = range(len(v))
-    chunk = [t // chunk_size for t in tokens]
-    rows = []
-    for t in tokens:
-        visible = [j for j in tokens if j <= t or not causal]
-        near = [j for j in visible if abs(chunk[j] - chunk[t]) <= reach]
-        far = [j for j in visible if chunk[j] != chunk[t]]
-        row = (k[near] @ q[t] * q.shape[-1] ** -0.5).softmax(0) @ v[near]
-        if far:
-            similarities = torch.stack([similarity(q[t], k[j], t - j) for j in far])
-            row = row + similarities @ v[far] / similarities.sum()
-        rows.append(row)
-    return torch.stack(rows)
-
-
 @dataclass(eq=False)
-class MixedChunkSchemeState(State):
+class MixedChunkSchemeState(StreamState):
     """The state of causal streams, of constant size.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         summary: [B, H, f, h + 1], the sum of features(k) (v, 1)^T over all complete chunks, in float32 or better.
         k, v: [B, H, M C, h] of the open chunk, after the previous one if the local part overlaps; the slots after its tokens
             hold any numbers.
     """
 
-    position: Tensor
     summary: Tensor
     k: Tensor
     v: Tensor
@@ -143,35 +110,28 @@ class MixedChunk(ChunkedHeads):
         return weigh_by_cosine(x.relu(), first, self.max_length)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        real = real_tokens(v, real)
-        size = max(1, min(self.chunk_size, v.shape[-2]))  # a larger chunk would only be padded
-        keys = self.map_features(k, 0).masked_fill(~real[:, None, :, None], 0.0)
-        return self._attend_near(q, k, v, real, size) + self._attend_far(self.map_features(q, 0), keys, v, size)
-
-    def _attend_near(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, chunk_size: int) -> Tensor:
-        length, overlapping, causal = v.shape[-2], self.local == "overlapping", self.causal
+        real, length, causal, features = real_tokens(v, real)[:, None, :, None], v.shape[-2], self.causal, self.map_features
+        size = max(1, min(self.chunk_size, length))  # a larger chunk would only be padded
 
         def readable(x: Tensor) -> Tensor:
             """[..., L, f] -> [..., G, C, f], concatenated with the neighbours if they overlap."""
-            chunks = cut_blocks(x, chunk_size)
-            return with_neighbours(chunks, causal) if overlapping else chunks
+            chunks = cut_blocks(x, size)
+            return with_neighbours(chunks, causal) if self.local == "overlapping" else chunks
 
-        visible = readable(real[:, None, :, None]).mT
+        visible = readable(real).mT
         if causal:
             place = torch.arange(length, device=v.device)[:, None]
-            visible = visible & (readable(place).mT <= cut_blocks(place, chunk_size))
-        scores = masked_products(cut_blocks(q, chunk_size), readable(k), visible)
-        return join_blocks(scores.softmax(-1).to(v.dtype) @ readable(v), length)
+            visible = visible & (readable(place).mT <= cut_blocks(place, size))
+        scores = masked_products(cut_blocks(q, size), readable(k), visible)
+        local = scores.softmax(-1).to(v.dtype) @ readable(v)
 
-    def _attend_far(self, q: Tensor, k: Tensor, v: Tensor, chunk_size: int) -> Tensor:
-        """The global part from the features of q and k, [R, H, L, f], zero for padding keys."""
-        length = v.shape[-2]
-        q, k, values = (cut_blocks(x, chunk_size) for x in (q, k, with_ones(v)))
-        sums = (k.mT @ values).to(acc_dtype(v))  # [R, H, G, f, h + 1]
+        parts = features(q, 0), features(k, 0).masked_fill(~real, 0.0), with_ones(v)
+        queries, keys, values = (cut_blocks(x, size) for x in parts)
+        sums = (keys.mT @ values).to(acc_dtype(v))  # [R, H, G, f, h + 1]
         others = exclusive_cumsum(sums, -3)
-        if not self.causal:  # not the total minus the own chunk: the difference could be mostly rounding error
+        if not causal:  # not the total minus the own chunk: the difference could be mostly rounding error
             others = others + exclusive_cumsum(sums.flip(-3), -3).flip(-3)
-        return join_blocks(normalized(q @ others.to(q.dtype)), length)
+        return join_blocks(local + normalized(queries @ others.to(queries.dtype)), length)
 
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: MixedChunkSchemeState, packing: Packing
@@ -205,19 +165,6 @@ class MixedChunk(ChunkedHeads):
         summary = chunk.new_zeros(*chunk.shape[:2], n_features, self.head_dim + 1)
         kept = torch.cat([chunk, chunk], -2) if self.local == "overlapping" else chunk
         return MixedChunkSchemeState(self.first_position(batch_size), summary, kept, kept)
-
-
-def mc_tfm_attention_oracle(q: Tensor, k: Tensor, v: Tensor, *, chunk_size: int, causal: bool = False) -> Tensor:
-    """The definition for one head and one document, one query at a time: q, k, v [T, h] -> [T, h]."""
-    scale = q.shape[-1] ** -0.5
-    rows = []
-    for t in range(len(v)):
-        chunk = t // chunk_size
-        near = [j for j in range(len(v)) if j // chunk_size == chunk and (j <= t or not causal)]
-        far = [j for j in range(len(v)) if j // chunk_size < chunk or (j // chunk_size > chunk and not causal)]
-        local = (k[near] @ q[t] * scale).softmax(0) @ v[near]
-        rows.append(local + scale * q[t] @ (k[far].mT @ v[far]) / max(1, len(far)))
-    return torch.stack(rows)
 
 
 class MCTFM(ChunkedHeads):

@@ -29,13 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from lineartime.baselines.blocks import StreamState
 from lineartime.layers.dense import Dense, FactoryOptions, factory
 from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.layers.residual import RMSNorm
 from lineartime.ops.checks import check_n_heads
 from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_autocast
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import State, in_place, writable
+from lineartime.ops.state import in_place, writable
 
 LONGEST_DECAY = 80.0
 """The maximum sum of -g over a chunk of features that decay each on their own: exp(80) is within the range of float32."""
@@ -62,17 +63,6 @@ class Tokens(NamedTuple):
         """A function of each of them."""
         rule = None if self.a is None or self.b is None else (function(self.a), function(self.b))
         return Tokens(function(self.q), function(self.k), function(self.v), function(self.g), *(rule or ()))
-
-
-def recurrence_oracle(x: Tokens) -> Tensor:
-    """The definition for one head of one document, one token at a time: [T, ...] -> [T, e]."""
-    q, k, v, g, a, b = x
-    s, rows = v.new_zeros(k.shape[1], v.shape[1]), []
-    for t in range(len(v)):
-        moved = 0 if a is None or b is None else torch.outer(a[t], b[t] @ s)
-        s = g[t].exp()[:, None] * s + moved + torch.outer(k[t], v[t])
-        rows.append(q[t] @ s)
-    return torch.stack(rows)
 
 
 def recurrence(x: Tokens, state: Tensor, *, chunk_size: int) -> tuple[Tensor, Tensor]:
@@ -192,16 +182,14 @@ class SoftplusDecay(nn.Module):
 
 
 @dataclass(eq=False)
-class RecurrentState(State):
+class RecurrentState(StreamState):
     """What causal streams remember, of constant size.
 
     Attributes:
-        position: int64 [D], the number of tokens that each stream has read.
         summary: [D, H, s, e], the state of the recurrence, in float32 or better.
         recent: [D, n, f], what is kept of the last n tokens, the last one at the end.
     """
 
-    position: Tensor
     summary: Tensor
     recent: Tensor
 

@@ -22,34 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from lineartime.baselines.blocks import exclusive_cumsum, masked_products
+from lineartime.baselines.blocks import StreamState, exclusive_cumsum, masked_products
 from lineartime.layers.attention import HeadOptions, MultiHeadMixer
 from lineartime.layers.dense import factory
 from lineartime.ops.checks import check_even, check_positive
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import State
 
 SELF_SCORE = -1e5
 """The published score of a token with itself: it attends to itself only if there is no other token to attend to."""
 
 COMPARED = 2**20
 """The number of pairs of a new and a cached token that a stream compares at a time; bounds the memory for a long prompt."""
-
-
-def reformer_attention_oracle(q: Tensor, v: Tensor, buckets: Tensor, *, chunk_size: int, causal: bool) -> Tensor:
-    """The definition for one head of one document, q [T, h], v [T, e], buckets [P, T] -> [T, e]: slow."""
-    rows = []
-    for i in range(len(q)):
-        reads = []
-        for bucket in buckets.tolist():
-            members = [j for j in range(len(q)) if bucket[j] == bucket[i]]
-            chunk = members.index(i) // chunk_size
-            near = [j for rank, j in enumerate(members) if rank // chunk_size in (chunk - 1, chunk)]
-            reads += [j for j in near if (j <= i or not causal) and j not in reads]
-        scores = [q.new_tensor(SELF_SCORE) if j == i else q[i] @ q[j] / q[j].norm() for j in reads]
-        rows.append(torch.stack(scores).softmax(0) @ v[reads])
-    return torch.stack(rows)
 
 
 def reformer_buckets(x: Tensor, directions: Tensor) -> Tensor:
@@ -77,43 +61,20 @@ def _keys(q: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class ReformerState(State):
+class ReformerState(StreamState):
     """The state of causal streams: a cache of all T tokens so far.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         k: [B, H, T, h], the keys.
         v: [B, H, T, h], the values.
         buckets: int64 [B, H, P, T], the bucket of every token in every round.
         ranks: int64 [B, H, P, T], how many earlier tokens are in the same bucket.
     """
 
-    position: Tensor
     k: Tensor
     v: Tensor
     buckets: Tensor
     ranks: Tensor
-
-
-def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, chunk_size: int) -> tuple[Tensor, ReformerState]:
-    """Compare all new tokens with the whole cache, with L T scores."""
-    read = state.k.shape[2]
-    tokens = torch.arange(read + q.shape[2], device=q.device)
-    new = tokens[read:, None]
-    all_buckets = torch.cat([state.buckets, buckets], -1)
-    together = (buckets[..., None] == all_buckets[..., None, :]) & (tokens <= new)  # [R, H, P, L, T]
-    ranks = together.sum(-1) - 1
-    state = ReformerState(
-        state.position + q.shape[2],
-        torch.cat([state.k, _keys(q).to(state.k.dtype)], 2),
-        torch.cat([state.v, v.to(state.v.dtype)], 2),
-        all_buckets,
-        torch.cat([state.ranks, ranks], -1),
-    )
-    near = ranks[..., None] // chunk_size - 1 <= state.ranks[..., None, :] // chunk_size
-    dtype = acc_dtype(q)
-    scores = masked_products(q.to(dtype), state.k.to(dtype), (together & near).any(2))
-    return scores.masked_fill(tokens == new, SELF_SCORE).softmax(-1) @ state.v.to(dtype), state
 
 
 class Reformer(MultiHeadMixer):
@@ -210,15 +171,23 @@ class Reformer(MultiHeadMixer):
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: ReformerState, packing: Packing
     ) -> tuple[Tensor, ReformerState]:
-        start, buckets = packing.common_start or 0, reformer_buckets(k, self.directions)
-        keys, values = state.k[:, :, :start], state.v[:, :, :start]
-        state = ReformerState(state.position, keys, values, state.buckets[..., :start], state.ranks[..., :start])
-        outputs = []
-        at_a_time = max(1, COMPARED // max(1, start + q.shape[2]))
-        for new in zip(q.split(at_a_time, 2), v.split(at_a_time, 2), buckets.split(at_a_time, 3), strict=True):
-            out, state = _extend_slice(*new, state, self.chunk_size)
-            outputs.append(out)
-        return torch.cat(outputs, 2), state
+        """Compare new tokens with the whole cache, with L T scores."""
+        read, dtype, outputs = packing.common_start or 0, acc_dtype(q), []
+        keys = torch.cat([state.k[:, :, :read], _keys(q).to(state.k.dtype)], 2)
+        values = torch.cat([state.v[:, :, :read], v.to(state.v.dtype)], 2)
+        buckets = torch.cat([state.buckets[..., :read], reformer_buckets(k, self.directions)], -1)
+        ranks, tokens = state.ranks[..., :read], torch.arange(keys.shape[2], device=q.device)
+        for new in q.split(max(1, COMPARED // max(1, keys.shape[2])), 2):
+            here = slice(read, read := read + new.shape[2])
+            own = tokens[here, None]
+            together = (buckets[..., here, None] == buckets[..., None, :read]) & (tokens[:read] <= own)  # [R, H, P, L, T]
+            of_new = together.sum(-1) - 1
+            ranks = torch.cat([ranks, of_new], -1)
+            near = of_new[..., None] // self.chunk_size - 1 <= ranks[..., None, :] // self.chunk_size
+            scores = masked_products(new.to(dtype), keys[:, :, :read].to(dtype), (together & near).any(2))
+            weights = scores.masked_fill(tokens[:read] == own, SELF_SCORE).softmax(-1)
+            outputs.append(weights @ values[:, :, :read].to(dtype))
+        return torch.cat(outputs, 2), ReformerState(state.position + q.shape[2], keys, values, buckets, ranks)
 
     def init_own_state(self, batch_size: int) -> ReformerState:
         empty = self.empty_cache(batch_size)

@@ -29,6 +29,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lineartime.baselines.blocks import (
+    StreamState,
     cut_blocks,
     join_blocks,
     joint_softmax,
@@ -43,53 +44,12 @@ from lineartime.layers.dense import factory
 from lineartime.ops.checks import check_positive
 from lineartime.ops.modes import acc_dtype
 from lineartime.ops.packing import Packing
-from lineartime.ops.state import KVCache, State
+from lineartime.ops.state import KVCache
 
 GATHERED = 8192
 """The number of keys of a head that a stream gathers at a time; bounds the memory for a long prompt."""
 COMPARED = 2**20
 """The number of pairs of a new and a cached token that a stream compares at a time; bounds the memory for a long prompt."""
-
-
-def _oracle(q: Tensor, k: Tensor, v: Tensor, causal: bool, reads: Callable[[int, int], bool]) -> Tensor:
-    """Softmax attention of each i to the j that it reads, for definitions: q, k, v [T, h] of one head of one document."""
-    rows = []
-    for i in range(len(q)):
-        own = [j for j in range(len(k)) if (j <= i or not causal) and reads(i, j)]
-        rows.append((k[own] @ q[i] / q.shape[-1] ** 0.5).softmax(0) @ v[own])
-    return torch.stack(rows)
-
-
-def sparse_oracle(q: Tensor, k: Tensor, v: Tensor, *, stride: int, causal: bool) -> Tensor:
-    """The definition of Sparse."""
-    return _oracle(q, k, v, causal, lambda i, j: abs(i - j) < stride or (i - j) % stride == 0)
-
-
-def longformer_oracle(q: Tensor, k: Tensor, v: Tensor, *, window: int, n_global: int, causal: bool) -> Tensor:
-    """The definition of Longformer."""
-    return _oracle(q, k, v, causal, lambda i, j: abs(i - j) < window or j < n_global or i < n_global)
-
-
-def bigbird_oracle(
-    q: Tensor, k: Tensor, v: Tensor, random_blocks: list[list[int]], *, block_size: int, n_global: int, causal: bool
-) -> Tensor:
-    """The definition of BigBird, given the random blocks of each block."""
-
-    def reads(i: int, j: int) -> bool:
-        g, other = i // block_size, j // block_size
-        return abs(g - other) <= 1 or other < n_global or other in random_blocks[g] or g < n_global
-
-    return _oracle(q, k, v, causal, reads)
-
-
-def explicit_topk_oracle(q: Tensor, k: Tensor, v: Tensor, *, n_largest: int, causal: bool) -> Tensor:
-    """The definition of ExplicitTopK."""
-
-    def reads(i: int, j: int) -> bool:
-        scores = k[: i + 1 if causal else None] @ q[i]
-        return bool(scores[j] >= scores.sort(descending=True).values[:n_largest][-1])
-
-    return _oracle(q, k, v, causal, reads)
 
 
 def visible_band(size: int, causal: bool, device: torch.device, reach: int) -> Tensor:
@@ -194,16 +154,14 @@ class Sparse(MultiHeadMixer):
 
 
 @dataclass(eq=False)
-class LongformerState(State):
+class LongformerState(StreamState):
     """The state of causal streams, which stops growing after W + n tokens.
 
     Attributes:
-        position: int64 [B], the number of tokens that each stream has read.
         k_global, v_global: [B, H, up to n, h] of the first n tokens.
         k, v: [B, H, up to W - 1, h] of the last W - 1 tokens.
     """
 
-    position: Tensor
     k_global: Tensor
     v_global: Tensor
     k: Tensor
@@ -271,32 +229,6 @@ class Longformer(MultiHeadMixer):
         return LongformerState(self.first_position(batch_size), empty, empty, empty, empty)
 
 
-def choose_blocks(seeds: Tensor, block: Tensor, n_blocks: Tensor, *, n_global: int, n_random: int) -> tuple[Tensor, Tensor]:
-    """Choose the random blocks of every block.
-
-    Args:
-        seeds: int64 [H], below 2^32.
-        block: int64 [..., G], the indices of the query blocks.
-        n_blocks: int64 [..., G], the number of blocks that each of them can attend to; if causal, those up to itself.
-        n_global: n.
-        n_random: r.
-
-    Returns:
-        The indices of the blocks, int64 [..., H, G, r], and whether they exist, bool [..., H, G, r]; if not, the index is 0.
-    """
-    part = torch.arange(n_random, device=block.device)
-    block, n_blocks = block[..., None, :, None], n_blocks[..., None, :, None]
-    near_start = (block - 1).clamp(min=n_global)
-    near = (torch.minimum(block + 2, n_blocks) - near_start).clamp(min=0)
-    others = (n_blocks - n_global - near).clamp(min=0)
-    start, stop = part * others // n_random, (part + 1) * others // n_random
-    drawn = _hash(_hash(block * n_random + part) ^ seeds[:, None, None]) % (stop - start).clamp(min=1)
-    chosen = n_global + start + drawn
-    chosen = torch.where(chosen >= near_start, chosen + near, chosen)
-    there = (stop > start).expand_as(chosen)
-    return chosen * there, there
-
-
 def _hash(x: Tensor) -> Tensor:
     """Hash numbers below 2^32 to numbers below 2^32, int64 -> int64; no product exceeds 2^63."""
     for _ in range(2):
@@ -354,8 +286,21 @@ class BigBird(MultiHeadMixer):
         self.seeds.random_(2**32)
 
     def choose(self, block: Tensor, n_blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The random blocks of each head: see `choose_blocks`."""
-        return choose_blocks(self.seeds, block, n_blocks, n_global=self.n_global, n_random=self.n_random)
+        """The random blocks of query blocks, int64 [..., G], each of which can attend to the first `n_blocks`, int64 [..., G].
+
+        Their indices, int64 [..., H, G, r], and whether they exist, bool [..., H, G, r]; if not, the index is 0.
+        """
+        part = torch.arange(self.n_random, device=block.device)
+        block, n_blocks = block[..., None, :, None], n_blocks[..., None, :, None]
+        near_start = (block - 1).clamp(min=self.n_global)
+        near = (torch.minimum(block + 2, n_blocks) - near_start).clamp(min=0)
+        others = (n_blocks - self.n_global - near).clamp(min=0)
+        start, stop = part * others // self.n_random, (part + 1) * others // self.n_random
+        drawn = _hash(_hash(block * self.n_random + part) ^ self.seeds[:, None, None]) % (stop - start).clamp(min=1)
+        chosen = self.n_global + start + drawn
+        chosen = torch.where(chosen >= near_start, chosen + near, chosen)
+        there = (stop > start).expand_as(chosen)
+        return chosen * there, there
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """Attend with (3 + n + r) S scores per token, (2 + n + r) S if causal: q, k, v [R, H, L, h] -> [R, H, L, h]."""

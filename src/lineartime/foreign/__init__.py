@@ -3,24 +3,16 @@
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
-    "ForeignFLASH": "mixers",
-    "ForeignGAU": "mixers",
-    "MossFormerFLASH": "mossformer",
-    "MossFormerStack": "mossformer",
-    "PoseGAU": "rtmpose",
-    "PoseScaleNorm": "rtmpose",
-    "convert": "conversion",
-    "from_flash_pytorch": "flash_pytorch",
-    "from_flash_quad": "flash_quad",
-    "from_gau_alpha": "gau_alpha",
-    "from_mossformer": "mossformer",
-    "from_rtmpose": "rtmpose",
-    "is_foreign": "conversion",
-    "read_weights": "weights",
-    "replace_mossformer": "mossformer",
-    "sine_encoding": "rtmpose",
+_NAMES = {
+    "conversion": ("convert", "is_foreign"),
+    "flash_pytorch": ("from_flash_pytorch", "from_flash_quad"),
+    "gau_alpha": ("from_gau_alpha",),
+    "mixers": ("ForeignFLASH", "ForeignGAU"),
+    "mossformer": ("MossFormerFLASH", "MossFormerStack", "from_mossformer", "replace_mossformer"),
+    "rtmpose": ("PoseGAU", "PoseScaleNorm", "from_rtmpose", "sine_encoding"),
+    "weights": ("read_weights",),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = list(_HOMES)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +31,24 @@ _NEVER = -1e4
 
 def is_foreign(source: str | Path) -> bool:
     """Whether the source is a weight file, or a folder of GAU-alpha that holds a language model, not a fine-tuned one."""
-    source = Path(source)
-    try:
-        return source.suffix in SUFFIXES if source.is_file() else _class_of(source) == ""
-    except (LineartimeError, OSError):  # whoever reads the folder next reports it
-        return False
+    return _class_of(Path(source)) == ""
 
 
 def fine_tuned_class(source: str | Path) -> str | None:
     """The class of a fine-tuned model of GAU-alpha, such as "GAUAlphaForTokenClassification"; None of any other source."""
-    try:
-        return _class_of(Path(source)) or None
-    except (LineartimeError, OSError):  # whoever reads the folder next reports it
-        return None
+    return _class_of(Path(source)) or None
 
 
 def _class_of(source: Path) -> str | None:
-    """The class of a fine-tuned model in a folder of GAU-alpha, or "" of any other; None of other sources."""
-    if not (source / _CONFIG).is_file() or (config := read_plain(source / _CONFIG)).get("model_type") != MODEL_TYPE:
-        return None
-    names = config.get("architectures")
-    name = str(names[0]) if isinstance(names, list) and names else ""
-    return name if name.startswith("GAUAlphaFor") and name != "GAUAlphaForMaskedLM" else ""
+    """The class of a fine-tuned model of GAU-alpha; "" of other models of it, and of weight files; None of other sources."""
+    with suppress(LineartimeError, OSError):  # whoever reads the folder next reports it
+        if source.is_file():
+            return "" if source.suffix in SUFFIXES else None
+        if (source / _CONFIG).is_file() and (config := read_plain(source / _CONFIG)).get("model_type") == MODEL_TYPE:
+            names = config.get("architectures")
+            name = str(names[0]) if isinstance(names, list) and names else ""
+            return name if name.startswith("GAUAlphaFor") and name != "GAUAlphaForMaskedLM" else ""
+    return None
 
 
 def convert(

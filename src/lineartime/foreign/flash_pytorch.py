@@ -1,9 +1,16 @@
-"""Import GAU, FLASH and FLASHTransformer of FLASH-pytorch 0.1.9 from their state dicts.
+"""Import GAU, FLASH and FLASHTransformer of FLASH-pytorch 0.1.9, and the unit of FLASHQuad_pytorch, from their state dicts.
 
 Each difference from our defaults is an option of our layers and those in mixers.py: scores divided by a constant and chunk sums
 that are not averaged ("paper_sum"; in GAU "paper_bias"), T5's relative bias, rotation of at most 32 features, a token shift,
 and untied logits.
 Its norm divides by max(rms(x), 1e-5) and ours by sqrt(mean(x^2) + 1e-10), which is the same to 1e-10 unless all x are tiny.
+
+The unit of FLASHQuad_pytorch:
+
+    P = relu(rope(q) rope(k)^T / n + w[j - t + n - 1])^2        n = max_position_embeddings (512), whatever the input's length
+
+Its users found that 1 / length, and a bias read for that length, give wrong outputs at other lengths than that of training;
+hence the constant. `normalization="constant"` has it here.
 
 Shapes: d model width, e value width, s query/key width, V vocabulary.
 """
@@ -19,12 +26,13 @@ from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import check_type
 from lineartime.foreign.mixers import N_BUCKETS, ForeignActivation, ForeignFLASH, ForeignGAU
 from lineartime.foreign.weights import StateDict, interleaved_order
+from lineartime.layers.positions import MAX_TABLE_LENGTH
 from lineartime.layers.residual import Norm
 from lineartime.models.config import LayerConfig, ModelConfig
 from lineartime.models.language_model import CausalLM, MaskedLM, build_model
 from lineartime.ops.checks import check_positive
 
-PACKAGE = "FLASH-pytorch"
+PACKAGE, QUAD_PACKAGE = "FLASH-pytorch", "FLASHQuad_pytorch"
 NORM_EPS: dict[Norm, float] = {"scalenorm": 1e-10, "layernorm": 1e-5}
 """The epsilon of our norm that corresponds to theirs."""
 MAPS = [0, 2, 1, 3]
@@ -182,10 +190,53 @@ def _gated(
     own["to_output.bias"] = state.take(f"{prefix}{output}.bias", d_model)
     bias = f"{prefix}rel_pos_bias.relative_attention_bias.weight"
     own["bias.values"] = state.take(bias, N_BUCKETS, 1)[:, 0].clone()
-    norm: Norm = "scalenorm" if f"{prefix}norm.g" in state else "layernorm"
-    if norm == "scalenorm":
-        own["norm.g"] = state.take(f"{prefix}norm.g", 1)
-    else:
-        own |= {f"norm.{kind}": state.take(f"{prefix}norm.{kind}", d_model) for kind in ("weight", "bias")}
+    norm, of_norm = _norm(state, f"{prefix}norm.", "g", d_model)
     options = {"d_model": d_model, "d_qk": d_qk, "expansion": width // d_model, "bias_form": "buckets"}
-    return {**options, "norm": norm, "norm_eps": NORM_EPS[norm]}, own
+    return {**options, "norm": norm, "norm_eps": NORM_EPS[norm]}, {**own, **of_norm}
+
+
+def _norm(state: StateDict, prefix: str, scalar: str, d_model: int) -> tuple[Norm, dict[str, Tensor]]:
+    """The kind of a norm, and its weights under our names; that of a scalar is a ScaleNorm."""
+    if prefix + scalar in state:
+        return "scalenorm", {"norm.g": state.take(prefix + scalar, 1)}
+    return "layernorm", {f"norm.{kind}": state.take(prefix + kind, d_model) for kind in ("weight", "bias")}
+
+
+def from_flash_quad(weights: Mapping[str, Tensor], *, causal: bool = False, eps: float = 1e-5) -> ForeignGAU:
+    """Build the unit of a state dict of FLASHQuad_pytorch's GAU, in evaluation mode.
+
+    Args:
+        weights: of one GAU, also as the only one of a model.
+        causal: whether it is called with causal=True.
+        eps: the `layer_norm_eps` of its configuration.
+
+    Raises:
+        LineartimeError: for weights of something else, or of a unit that ours cannot be.
+    """
+    state = StateDict(weights, QUAD_PACKAGE).part("uv.weight")
+    (rows, d_model), (_, width), n = state.matrix("uv.weight"), state.matrix("o.weight"), (state["w"].numel() + 1) // 2
+    d_qk = rows - 2 * width
+    if width % d_model or d_qk < 2 or d_qk % 2 or n > MAX_TABLE_LENGTH:
+        what = f"has values of width {width}, keys of width {d_qk} and biases of {n} tokens"
+        ours = f"ours have a multiple of {d_model}, an even number and at most {MAX_TABLE_LENGTH}"
+        raise LineartimeError(f"The weights of {QUAD_PACKAGE} are of a unit that {what}, but {ours}.")
+    for unused in ("a", "b"):  # of a bias for longer inputs, which it never reads
+        state.take(unused, 1, d_qk)
+    own = {
+        "to_gate_value_base.weight": state.take("uv.weight", rows, d_model),
+        "to_gate_value_base.bias": state.take("uv.bias", rows),
+        "to_output.weight": state.take("o.weight", d_model, width),
+        "to_output.bias": state.take("o.bias", d_model),
+        "gamma": state.take("weight", 2, d_qk),
+        "beta": state.take("bias", 2, d_qk),
+        "bias.table": state.take("w", 2 * n - 1),
+    }
+    norm, of_norm = _norm(state, "LayerNorm.", "scala", d_model)
+    own |= of_norm
+    state.finish()
+    unit = ForeignGAU(
+        d_model, d_qk=d_qk, expansion=width // d_model, normalization="constant", max_length=n, causal=causal, norm=norm,
+        norm_eps=eps,
+    ).to(own["gamma"].dtype)  # fmt: skip
+    unit.load_state_dict(own)
+    return unit.eval()

@@ -95,21 +95,15 @@ def from_gau_alpha(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     state.finish()
     activation = _ACTIVATIONS[given.normalization]
     mixer = LayerConfig(ForeignGAU.name, d_qk=d_qk, expansion=width // d_model, activation=activation, relative_bias=False)
-    sizes: dict[str, Any] = {"vocab_size": vocab_size, "d_model": d_model, "n_blocks": n_blocks, "token_types": token_types}
-    norms: dict[str, Any] = {
-        "norm": "scalenorm",
-        "norm_eps": given.layer_norm_eps,
-        "norm_position": "post",
-        "final_norm": "none",
-    }
+    parts: dict[str, Any] = {"vocab_size": vocab_size, "d_model": d_model, "n_blocks": n_blocks, "token_types": token_types}
+    parts |= {"norm": "scalenorm", "norm_eps": given.layer_norm_eps, "norm_position": "post", "final_norm": "none"}
+    parts |= {"embedding_norm": True, "absolute_position": "none", "tie_word_embeddings": tied}
     lost = {"attention weights": given.attention_probs_dropout_prob, "embeddings": given.hidden_dropout_prob}
     if any(lost.values()):
         rates = " and ".join(f"{rate:g} of {name}" for name, rate in lost.items() if rate)
         what = f"This model of {PACKAGE} was trained with dropout {rates}, which ours does not have"
         warnings.warn(f"{what}: it computes the same, but further training differs.", stacklevel=2)
-    other: dict[str, Any] = {"embedding_norm": True, "absolute_position": "none", "tie_word_embeddings": tied}
-    other["dropout"] = given.hidden_dropout_prob
-    ours = ModelConfig(task="mlm", mixer=mixer, **sizes, **norms, **other)
+    ours = ModelConfig(task="mlm", mixer=mixer, dropout=given.hidden_dropout_prob, **parts)
     model = build_model(ours).to(embedding.dtype)
     model.load_state_dict(own)
     return model.eval()

@@ -19,9 +19,10 @@ from lineartime.data.tokenizers import Tokenizer, read_definition
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.fields import shown
 from lineartime.files import TOKENIZER_FILE, DamagedFileError, new_folder, os_error_behind, read_plain
-from lineartime.foreign.conversion import fine_tuned_class
-from lineartime.foreign.weights import read_weights
-from lineartime.hf.heads import LineartimeForCausalLM, LineartimeForMaskedLM
+from lineartime.foreign.conversion import fine_tuned_class, read_gau_alpha
+from lineartime.foreign.gau_alpha import PACKAGE
+from lineartime.foreign.weights import StateDict, read_weights
+from lineartime.hf import heads
 from lineartime.hf.model import FIELDS, LineartimeConfig
 from lineartime.hf.tokenizer import fast_tokenizer, plain_tokenizer
 from lineartime.machine import shapes_only
@@ -57,6 +58,12 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 
 `lineartime convert {name} DESTINATION` turns this folder back into one that the commands of lineartime read.
 """
+_TUNED: dict[str, tuple[type[heads.TaskModel], str]] = {
+    "GAUAlphaForSequenceClassification": (heads.LineartimeForSequenceClassification, "classifier"),
+    "GAUAlphaForTokenClassification": (heads.LineartimeForTokenClassification, "classifier"),
+    "GAUAlphaForQuestionAnswering": (heads.LineartimeForQuestionAnswering, "qa_outputs"),
+}
+"""The fine-tuned classes of GAU-alpha that ours can be, and the names of their heads."""
 
 
 def convert(source: str | Path, destination: str | Path, *, checkpoint: CheckpointChoice | None = None) -> Path:
@@ -67,9 +74,7 @@ def convert(source: str | Path, destination: str | Path, *, checkpoint: Checkpoi
     """
     source = Path(source)
     if checkpoint is None and (name := fine_tuned_class(source)) is not None:
-        from lineartime.hf.gau_alpha import convert_fine_tuned  # which needs this module
-
-        return convert_fine_tuned(source, destination, name)
+        return _convert_fine_tuned(source, Path(destination), name)
     if checkpoints.list_checkpoints(source) or (checkpoints.is_checkpoint(source) and not (source / CONFIG).exists()):
         return to_transformers(source, destination, checkpoint=checkpoint)
     if not (source / CONFIG).exists():
@@ -100,7 +105,7 @@ def to_transformers(source: str | Path, destination: str | Path, *, checkpoint: 
         if length := longest or options.get("context_length"):
             config.n_positions = length  # what evaluation harnesses read; models themselves have no use for it
         with shapes_only():
-            made = (LineartimeForMaskedLM if masked else LineartimeForCausalLM)(config)
+            made = (heads.LineartimeForMaskedLM if masked else heads.LineartimeForCausalLM)(config)
         made.model.backbone = model.backbone
         if model.lm_head is not None:
             made.lm_head = model.lm_head
@@ -135,6 +140,36 @@ def quietly() -> Iterator[None]:
     finally:
         if were_shown:
             logging.enable_progress_bar()
+
+
+def _convert_fine_tuned(source: Path, destination: Path, name: str) -> Path:
+    """Save a fine-tuned model of GAU-alpha, of the class `name`, with its head for transformers; raises LineartimeError."""
+    theirs, problem = read_plain(source / CONFIG), None
+    pooling = theirs.get("summary_type", "last") if name == "GAUAlphaForSequenceClassification" else None
+    if name not in _TUNED:
+        problem = f"holds a {name}, but only {', '.join(_TUNED)} can be converted"
+    elif pooling not in (None, "first", "last", "mean") or (pooling and theirs.get("summary_activation")):
+        only = "but only the first, last or mean vector can be converted"
+        problem = f"has a summary with parts of its own before the head, {only}"
+    if problem is not None:
+        raise LineartimeError(f"{source} {problem}.")
+    with new_folder("destination", destination) as folder:
+        model, tokenizer, head = read_gau_alpha(source)
+        (task, theirs_is), end, state = _TUNED[name], tokenizer.end_of_document, StateDict(head, PACKAGE)
+        labels = {"num_labels": state.matrix(f"{theirs_is}.weight")[0]}
+        labels |= {key: theirs[key] for key in ("id2label", "label2id", "problem_type") if theirs.get(key)}
+        ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+        made = task(LineartimeConfig.from_model_config(model.config, **ids, **labels, pooling=pooling))
+        made.model.backbone = model.backbone
+        layer = getattr(made, made.head)
+        layer.load_state_dict({key: state.take(f"{theirs_is}.{key}", *x.shape) for key, x in layer.state_dict().items()})
+        state.finish()
+        pairs = fast_tokenizer(tokenizer, framed=True)
+        pairs.model_input_names = [*pairs.model_input_names, "token_type_ids"]  # that of the second of a pair is 1
+        with quietly():
+            made.save_pretrained(folder)
+            pairs.save_pretrained(folder)
+    return destination
 
 
 def from_transformers(source: str | Path, destination: str | Path) -> Path:

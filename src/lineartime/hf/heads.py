@@ -55,12 +55,6 @@ class LanguageHead(LineartimePreTrainedModel):
         self.lm_head: nn.Module = nn.Linear(config.d_model, config.vocab_size, bias=not config.tie_word_embeddings)
         self.post_init()
 
-
-class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc]  # transformers has no types here
-    """A causal language model: the logits at a token predict the next one."""
-
-    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back
-
     @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
     def forward(
         self,
@@ -74,14 +68,14 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
         logits_to_keep: int | Tensor = 0,
         cache: LineartimeCache | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | MaskedLMOutput:
         """Compute logits, and the loss if labels are given.
 
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, cache, kwargs: as for the base
                 model.
-            labels: [B, T], the input tokens, each one predicted from the tokens before it; -100 is ignored, and so are the
-                tokens after padding and those of a prefix, which have been read already.
+            labels: [B, T], the tokens themselves; -100 is ignored. Of a causal model, each is predicted from the tokens before
+                it, and those after padding and those of a prefix, which have been read already, are ignored.
             logits_to_keep: how many of the last tokens, or which places, to compute logits for; 0 for all.
         """
         cache = past_key_values if cache is None else cache
@@ -96,11 +90,17 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             if logits.shape[1] != hidden.shape[1]:
                 raise ArgumentError("logits_to_keep", "leaves out tokens, but labels need the logits of all: leave it out.")
             check_labels(labels, logits)
-            labels = _predicted(labels, attention_mask, position_ids=position_ids, **kwargs)
+            if not self.masked:
+                labels = _predicted(labels, attention_mask, position_ids=position_ids, **kwargs)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE: outputs.get(CACHE)}
-        )
+        found: dict[str, Any] = {"loss": loss, "logits": logits, "hidden_states": outputs.hidden_states}
+        return MaskedLMOutput(**found) if self.masked else CausalLMOutputWithPast(**found, **{CACHE: outputs.get(CACHE)})
+
+
+class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc]  # transformers has no types here
+    """A causal language model: the logits at a token predict the next one."""
+
+    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back
 
     def targets(self, batch: MutableMapping[str, Any]) -> Tensor | None:
         """The labels of tokens that are predicted, [B, T]. They replace those of the batch, which label smoothing reads."""
@@ -133,10 +133,8 @@ class LineartimeForCausalLM(LanguageHead, GenerationMixin):  # type: ignore[misc
             if generation_config.use_cache:
                 model_kwargs[CACHE] = LineartimeCache()
             return
-        past, width = (
-            cache.get_seq_length(),
-            getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1],
-        )
+        past = cache.get_seq_length()
+        width = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         if past and not generation_config.use_cache:
             raise ArgumentError("use_cache", f"is False, but {CACHE} has read {past} tokens: leave out one of the two.")
         if past and width is not None and width <= past:  # of the mask, which always covers the tokens that the cache has read
@@ -175,27 +173,6 @@ class LineartimeForMaskedLM(LanguageHead):
     """A masked language model: the logits at a masked token predict the token that was masked."""
 
     masked = True
-
-    @can_return_tuple  # type: ignore[untyped-decorator]  # transformers has no types here
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> MaskedLMOutput:
-        """Logits [B, T, V], and the loss if labels [B, T] are given (-100 is ignored); others as for the base model."""
-        outputs: BaseModelOutputWithPast = self.model(
-            input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
-        )
-        logits = self.lm_head(outputs.last_hidden_state)
-        loss = None
-        if labels is not None:
-            check_labels(labels, logits)
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
 
 
 def _predicted(labels: Tensor, mask: Tensor | None, **inputs: Any) -> Tensor:
