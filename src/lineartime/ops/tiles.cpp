@@ -172,20 +172,12 @@ void finish(const T* before, const A* bias, T* d_gated, int64_t gates_again, con
       const T* __restrict out = attended + row * e;
       const T* __restrict d_value = d_v + row * e;
       T* __restrict to = d_before + row * (2 * e + s);
-      if (gates_again) {
-        for (int64_t i = 0; i < e; ++i) {
-          const A x = load(from[i]) + bias[i], sigmoid_x = sigmoid<T>(x), attended_here = load(out[i]);
-          const A gradient = load(d_g[i]) * attended_here * slope(x, sigmoid_x);
-          store(d_g[i], x * sigmoid_x * attended_here);
-          store(to[i], gradient);
-          d_b[i] += gradient;
-        }
-      } else {
-        for (int64_t i = 0; i < e; ++i) {
-          const A x = load(from[i]) + bias[i], gradient = load(d_g[i]) * load(out[i]) * slope(x, sigmoid<T>(x));
-          store(to[i], gradient);
-          d_b[i] += gradient;
-        }
+      for (int64_t i = 0; i < e; ++i) {
+        const A x = load(from[i]) + bias[i], sigmoid_x = sigmoid<T>(x), attended_here = load(out[i]);
+        const A gradient = load(d_g[i]) * attended_here * slope(x, sigmoid_x);
+        if (gates_again) store(d_g[i], x * sigmoid_x * attended_here);
+        store(to[i], gradient);
+        d_b[i] += gradient;
       }
       for (int64_t i = e; i < 2 * e; ++i) {
         const A x = load(from[i]) + bias[i], gradient = load(d_value[i - e]) * slope(x, sigmoid<T>(x));
@@ -207,9 +199,6 @@ void finish(const T* before, const A* bias, T* d_gated, int64_t gates_again, con
         for (int64_t i = 0; i < half; ++i) {
           const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
           turned[i] = x * cosine[i] + y * sine[i];
-        }
-        for (int64_t i = 0; i < half; ++i) {
-          const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
           turned[i + half] = y * cosine[i] - x * sine[i];
         }
         add_gradients(turned, z, g, d_shift, d_shift + 4 * s, d_z, s);
