@@ -63,7 +63,7 @@ struct Memory {
   }
 
   Memory(char* from, const Model& m, int64_t rows, int64_t threads) : next(from) {
-    const int64_t k = std::max(m.d, m.e), many = (rows + 31) / 32 * 32;
+    const int64_t k = std::max(m.d, m.e);
     take(slot, rows);
     take(read, rows);
     take(far, rows);
@@ -75,7 +75,7 @@ struct Memory {
     take(gated, rows * m.e);
     take(base, rows * m.s);
     take(logits, rows * m.vocabulary);
-    take(shared, many * k);
+    take(shared, shared_size(rows, k));
     size_of_own = std::max(own_size(k), 6 * m.s + m.c + m.e + m.c * (m.s + fold_columns)) + 64;
     take(own, size_of_own * threads);
   }
