@@ -5,11 +5,58 @@
 // T is the type of vectors and of the open chunk, A the type of the summary and of intermediate values, by NUMBER; W that of
 // matrices.
 
-#include "decode.h"
+#include <cmath>
+
+#include "../layers/dense.h"
+#include "pick.h"
+#include "team.h"
 
 namespace {
 
 constexpr int64_t near = 64;  // angles are sums: of a position that is divisible by this, and of the rest
+
+// A norm, or none if `weight` is null. All features share one weight if norm_by is 0.
+struct Norm {
+  const T *weight, *bias;
+  int64_t by, centred;
+  double eps;
+
+  void apply(const T* x, T* out, int64_t d) const {
+    if (weight == nullptr) {
+      if (out != x) std::copy_n(x, d, out);
+      return;
+    }
+    A mean = 0, squares = 0;
+#pragma omp simd reduction(+ : mean)
+    for (int64_t i = 0; i < d; ++i) mean += load(x[i]);
+    mean = centred ? mean / d : A(0);
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < d; ++i) squares += (load(x[i]) - mean) * (load(x[i]) - mean);
+    const A scale = 1 / std::sqrt(squares / d + A(eps));
+    for (int64_t i = 0; i < d; ++i) {
+      const A normed = (load(x[i]) - mean) * scale * load(weight[i * by]);
+      store(out[i], bias == nullptr ? normed : normed + load(bias[i]));
+    }
+  }
+};
+
+// out [width] += weights [n] times rows [n, width] with the stride `by`.
+template <class S, class A>
+void add_rows(A* __restrict out, const A* weights, const S* rows, int64_t n, int64_t width, int64_t by) {
+  int64_t j = 0;
+  for (; j + 4 <= n; j += 4) {
+    const S* __restrict first = rows + j * by;
+    const A w0 = weights[j], w1 = weights[j + 1], w2 = weights[j + 2], w3 = weights[j + 3];
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) {
+      out[i] += w0 * load(first[i]) + w1 * load(first[by + i]) + (w2 * load(first[2 * by + i]) + w3 * load(first[3 * by + i]));
+    }
+  }
+  for (; j < n; ++j) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) out[i] += weights[j] * load(rows[j * by + i]);
+  }
+}
 
 struct Layer {
   const T *gamma, *beta;  // [4, s]; of another memory than the sum, the last two rows of beta multiply the Y of the token before
@@ -282,15 +329,25 @@ struct Step {
   }
 };
 
+}  // namespace
+
+extern "C" {
+
+int64_t bytes(const Model* m, int64_t rows, int64_t threads) {
+  return int64_t(Scratch(nullptr, *m, rows, threads).next - static_cast<char*>(nullptr));
+}
+
 // Returns 0, or the first stream, counted from 1, whose id or position the model does not have; nothing has changed then.
-int64_t read_tokens(const Model& m, const State* states, int64_t rows, char* bytes, int64_t threads, const int64_t* ids,
-                    T* out, const double* uniform, const Sampling& sampling, int64_t* drawn) {
+int64_t decode(const Model* model, const State* states, int64_t rows, char* memory, int64_t threads, const int64_t* ids, T* out,
+               const double* uniform, double temperature, int64_t top_k, double top_p, double min_p, int64_t* drawn) {
+  const Model& m = *model;
+  const Sampling sampling{temperature, top_p, min_p, top_k};
   for (int64_t row = 0; row < rows; ++row) {
     if (ids != nullptr && (ids[row] < 0 || ids[row] >= m.vocabulary)) return row + 1;
     const int64_t position = states[0].position[row];
     if (m.learned != nullptr && (position < 0 || position >= m.n_learned)) return row + 1;
   }
-  const Scratch scratch(bytes, m, rows, threads);
+  const Scratch scratch(memory, m, rows, threads);
   if (drawn != nullptr) out = scratch.logits;
   const int64_t weights = m.d * (m.layers * (3 * m.e + m.s) + m.vocabulary);
   const int64_t used = rows * m.d * (2 * m.e + m.s) < 16384 ? 1 : threads;  // to wake others takes as long
@@ -301,20 +358,6 @@ int64_t read_tokens(const Model& m, const State* states, int64_t rows, char* byt
     for (int64_t i = 0; i < m.layers; ++i) states[i].position[row] = position;
   }
   return 0;
-}
-
-}  // namespace
-
-extern "C" {
-
-int64_t bytes(const Model* m, int64_t rows, int64_t threads) {
-  return int64_t(Scratch(nullptr, *m, rows, threads).next - static_cast<char*>(nullptr));
-}
-
-int64_t decode(const Model* m, const State* states, int64_t rows, char* memory, int64_t threads,
-               const int64_t* ids, T* out, const double* uniform, double temperature, int64_t top_k, double top_p,
-               double min_p, int64_t* drawn) {
-  return read_tokens(*m, states, rows, memory, threads, ids, out, uniform, {temperature, top_p, min_p, top_k}, drawn);
 }
 
 }  // extern "C"
