@@ -157,14 +157,12 @@ class Tile(NamedTuple):
     """Some chunks, which follow each other.
 
     Attributes:
-        at: which of the G they are, N of them.
-        document: the document of them all, if streams are read.
+        at: which of the G they are, N of them; of streams, all of one document.
         readers: which of the N use sums. The first chunk of a causal document does not.
         sources: which of the N are in sums that are used. The last chunk of a causal document is not.
     """
 
     at: slice
-    document: int
     readers: slice
     sources: slice
 
@@ -189,7 +187,7 @@ def _tiles(inputs: Inputs, document: list[int]) -> list[Tile]:
             while last > start and last in ends:
                 last -= 1
         readers, sources = slice(first - start, stop - start), slice(0, last - start)
-        tiles.append(Tile(slice(start, stop), document[start], readers, sources))
+        tiles.append(Tile(slice(start, stop), readers, sources))
         start = stop
     return tiles
 
@@ -281,10 +279,10 @@ def _run(inputs: Inputs, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | N
     summary = None if inputs.summary is None else inputs.summary.to(work.gamma.dtype, copy=True)
     read = gated.new_empty(chunks, *work.sum_shape) if causal else work.totals()
     for tile in work.tiles:
-        at, document, readers, sources = tile
+        at, readers, sources = tile
         gate, v, (q_quad, k_quad, q_lin, k_lin) = work.activate(tile)
         if causal:
-            carry = total if summary is None else summary[document]
+            carry = total if summary is None else summary[work.document[at.start]]
             work.run_sums(carry, torch.bmm(k_lin[sources].mT, v[sources]), read[at], tile, backwards=False)
         weights = work.weigh(q_quad, k_quad, tile)
         out = attended[at]
@@ -305,7 +303,7 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
     # The gradient of the sums k_lin^T v, from the chunks that use them.
     totals = work.gamma.new_zeros(work.sum_shape) if causal else work.totals(d_gated)
     for tile in reversed(work.tiles):
-        at, _, readers, sources = tile
+        at, readers, sources = tile
         gate, v, (q_quad, k_quad, q_lin, k_lin) = work.activate(tile)
         d_attended = d_gated[at] * gate
 
