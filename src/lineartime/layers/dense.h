@@ -64,34 +64,6 @@ inline typename Lanes<A>::Vector read_vector(const A* from) {
   return *reinterpret_cast<const Loose*>(from);
 }
 
-// `columns` columns of the result, for rows packed in `vectors` vectors per value; the rows of `out` have the stride by_row.
-// A sum of products becomes result(column, sum).
-template <int64_t vectors, int64_t columns, class Result>
-void dense_columns(const A* packed, const T* weight, T* out, int64_t rows, int64_t k, int64_t by_row, Result result) {
-  using Vector = typename Lanes<T>::Vector;
-  constexpr int64_t together = Lanes<T>::together, lanes = vectors * vector_bytes / int64_t(sizeof(A));
-  Vector sums[columns][vectors] = {};
-  const auto add = [&](int64_t i, auto pack) {
-    Vector x[vectors];
-#pragma GCC unroll 2
-    for (int64_t v = 0; v < vectors; ++v) x[v] = read_vector(packed + i / together * lanes + v * (lanes / vectors));
-#pragma GCC unroll 8
-    for (int64_t column = 0; column < columns; ++column) {
-      const A w = pack(weight + column * k + i);
-#pragma GCC unroll 2
-      for (int64_t v = 0; v < vectors; ++v) Lanes<T>::add(sums[column][v], x[v], w);
-    }
-  };
-  const int64_t whole = k / together * together;
-  for (int64_t i = 0; i < whole; i += together) add(i, [](const T* w) { return Lanes<T>::pack(w); });
-  if (whole < k) add(whole, [](const T* w) { return Lanes<T>::pack_last(w); });
-  A by_column[columns][lanes];
-  std::memcpy(by_column, sums, sizeof(sums));
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t i = 0; i < columns; ++i) store(out[row * by_row + i], result(i, by_column[i][row]));
-  }
-}
-
 #ifndef WEIGHT
 #define WEIGHT NUMBER
 #endif
@@ -197,19 +169,41 @@ const T* as_numbers(const S* weights, int64_t n, A* memory) {
 
 constexpr int64_t strip = 16;  // the columns that are given to a thread, and to `use`, together
 
+// `columns` columns of the result, from `first` on, for rows packed in `vectors` vectors per value: [rows, strip] in all.
+template <int64_t vectors, int64_t columns>
+void dense_columns(const A* packed, const T* weight, const Matrix& matrix, int64_t first, T* out, int64_t rows, int64_t k) {
+  using Vector = typename Lanes<T>::Vector;
+  constexpr int64_t together = Lanes<T>::together, lanes = vectors * vector_bytes / int64_t(sizeof(A));
+  Vector sums[columns][vectors] = {};
+  const auto add = [&](int64_t i, auto pack) {
+    Vector x[vectors];
+#pragma GCC unroll 2
+    for (int64_t v = 0; v < vectors; ++v) x[v] = read_vector(packed + i / together * lanes + v * (lanes / vectors));
+#pragma GCC unroll 8
+    for (int64_t column = 0; column < columns; ++column) {
+      const A w = pack(weight + (first + column) * k + i);
+#pragma GCC unroll 2
+      for (int64_t v = 0; v < vectors; ++v) Lanes<T>::add(sums[column][v], x[v], w);
+    }
+  };
+  const int64_t whole = k / together * together;
+  for (int64_t i = 0; i < whole; i += together) add(i, [](const T* w) { return Lanes<T>::pack(w); });
+  if (whole < k) add(whole, [](const T* w) { return Lanes<T>::pack_last(w); });
+  A by_column[columns][lanes];
+  std::memcpy(by_column, sums, sizeof(sums));
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t i = first; i < first + columns; ++i) store(out[row * strip + i], matrix.result(i, by_column[i - first][row]));
+  }
+}
+
 // The products of rows packed in `vectors` vectors per value with `count` rows of a matrix [.., k] -> out [rows, strip].
 template <int64_t vectors>
 void strip_of_many(const A* packed, const Matrix& matrix, T* out, int64_t rows, int64_t k, int64_t count, A* memory) {
   constexpr int64_t columns = vector_bytes / 8;  // as many as there are registers for their sums
   const T* weight = as_numbers(matrix.weight, count * k, memory);
-  for (int64_t i = 0; i < count; i += i + columns <= count ? columns : 1) {
-    const auto result = [&](int64_t column, A sum) { return matrix.result(i + column, sum); };
-    if (i + columns <= count) {
-      dense_columns<vectors, columns>(packed, weight + i * k, out + i, rows, k, strip, result);
-    } else {
-      dense_columns<vectors, 1>(packed, weight + i * k, out + i, rows, k, strip, result);
-    }
-  }
+  int64_t i = 0;
+  for (; i + columns <= count; i += columns) dense_columns<vectors, columns>(packed, weight, matrix, i, out, rows, k);
+  for (; i < count; ++i) dense_columns<vectors, 1>(packed, weight, matrix, i, out, rows, k);
 }
 
 // x [rows, k] times the transpose of a matrix [n, k] by a team of threads, which share() the work and wait() for each other:

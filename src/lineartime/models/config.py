@@ -226,10 +226,6 @@ def as_layer(name: str, value: Any, kinds: Mapping[str, type[Any]]) -> LayerConf
     return value
 
 
-LAYERS = ("mixer", "feed_forward", "pattern")
-"""The fields of a model that hold its layers."""
-
-
 def why_not_learned(mixer: type[Mixer], task: Task) -> str | None:
     """Why a model of a mixer cannot learn a task, as the end of a sentence; None if it can."""
     if task != "mlm" and mixer.why_not_causal is not None:
