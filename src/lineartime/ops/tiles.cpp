@@ -26,16 +26,6 @@ inline int64_t visible_keys(int64_t query, int64_t queries, int64_t keys, bool c
   return causal ? keys - queries + query + 1 : keys;
 }
 
-// Adds to the gradients of beta, gamma and z those from one token's z gamma + beta, [s].
-inline void add_gradients(const A* __restrict d_map, const A* __restrict z, const A* __restrict gamma, A* __restrict d_beta,
-                          A* __restrict d_gamma, A* __restrict d_z, int64_t s) {
-  for (int64_t i = 0; i < s; ++i) {
-    d_beta[i] += d_map[i];
-    d_gamma[i] += d_map[i] * z[i];
-    d_z[i] += d_map[i] * gamma[i];
-  }
-}
-
 }  // namespace
 
 extern "C" {
@@ -195,13 +185,18 @@ void finish(const T* before, const A* bias, T* d_gated, int64_t gates_again, con
         const T* __restrict d_map = d_maps + (map * rows + row) * s;
         const A* __restrict g = gamma + map * s;
         A* __restrict d_shift = all_sums.data() + thread * sums + map * s;
+        A* __restrict d_scale = d_shift + 4 * s;
         const A by = map < 2 ? A(score_scale) : map == 2 ? scale[row / c] : A(1);
         for (int64_t i = 0; i < half; ++i) {
           const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
           turned[i] = x * cosine[i] + y * sine[i];
           turned[i + half] = y * cosine[i] - x * sine[i];
         }
-        add_gradients(turned, z, g, d_shift, d_shift + 4 * s, d_z, s);
+        for (int64_t i = 0; i < s; ++i) {
+          d_shift[i] += turned[i];
+          d_scale[i] += turned[i] * z[i];
+          d_z[i] += turned[i] * g[i];
+        }
       }
       for (int64_t i = 0; i < s; ++i) {
         const A x = load(from[2 * e + i]) + bias[2 * e + i], gradient = d_z[i] * slope(x, sigmoid<T>(x));
