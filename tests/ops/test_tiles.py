@@ -242,7 +242,7 @@ def test_pytorch_can_check_and_compile_it() -> None:
     tokens, gamma, beta, bias, added, output = (x.float().requires_grad_() for x in inputs_of(24, dense=True))
     chunks, table = tokens.detach().view(6, CHUNK, -1).requires_grad_(), torch.randn(CHUNK, CHUNK, requires_grad=True)
     least = Inputs(
-        chunks, None, gamma, beta, None, torch.randn(2, 3, CHUNK, D_QK // 2), torch.arange(6) % 3, torch.full((1, 1, 1), 0.3),
+        chunks, None, gamma, beta, None, torch.randn(2, 3, CHUNK, D_QK // 2), torch.arange(6) % 3, torch.full((1, 1), 0.3),
         torch.ones(6), torch.tensor([0, 1, 1, 1, 2, 2]), None, None, None, False, 3, 0.5, True,
     )  # fmt: skip
     linear = torch.randn(2, 6, CHUNK, D_QK, requires_grad=True)

@@ -218,11 +218,6 @@ def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed:
     call overwrites the tensor that it returns.
     """
     before = [tensor.clone() for tensor in changed]
-
-    def undo() -> None:
-        for tensor, value in zip(changed, before, strict=True):
-            tensor.copy_(value)
-
     # A process records one graph at a time, and must not wait for the whole device meanwhile. Weights are cast anew under
     # autocast: the copies in its cache end with the context.
     kind = inputs[0].device.type
@@ -233,7 +228,8 @@ def recorded(function: Callable[..., Tensor], inputs: Sequence[Tensor], changed:
         with torch.cuda.stream(aside):  # the graph must not record what the first calls set up
             for _ in range(3):
                 function(*inputs)
-                undo()  # each time: there may be no position after the next one
+                for tensor, value in zip(changed, before, strict=True):  # each time: there may be no position after the next
+                    tensor.copy_(value)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         # On a stream of this device and this graph: by default, all graphs share one stream, on the device of the first, and

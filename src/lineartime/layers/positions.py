@@ -67,17 +67,15 @@ class RotaryBias(RelativeBias):
         (a1, a2), (b1, b2) = self.a.to(exact).chunk(2), self.b.to(exact).chunk(2)
         of_cos, of_sin = a1 * b1 + a2 * b2, a2 * b1 - a1 * b2
 
-        def table(stop: int, step: int = 1) -> Tensor:
-            return rotary_table(torch.arange(0, stop, step, device=self.a.device), half, exact)
-
-        def tables() -> tuple[Tensor, Tensor]:
-            return table(n, near), table(near)
+        def tables(*ranges: tuple[int, int]) -> list[Tensor]:
+            return [rotary_table(torch.arange(0, stop, by, device=self.a.device), half, exact) for stop, by in ranges]
 
         if is_traced():  # where n is a symbol
-            cos, sin = table(n)
+            ((cos, sin),) = tables((n, 1))
             even, odd = cos @ of_cos, sin @ of_sin
         else:  # Angles are sums, of that of every 64th distance and of one below.
-            (cos, sin), rest = tables() if packing is None else packing.shared(("distances", half, n, exact), tables)
+            key, parts = ("distances", half, n, exact), ((n, near), (near, 1))
+            (cos, sin), rest = tables(*parts) if packing is None else packing.shared(key, lambda: tables(*parts))
             even = (cos * of_cos) @ rest[0].mT - (sin * of_cos) @ rest[1].mT
             odd = (sin * of_sin) @ rest[0].mT + (cos * of_sin) @ rest[1].mT
             even, odd = (x.flatten()[:n] for x in (even, odd))

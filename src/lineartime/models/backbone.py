@@ -48,11 +48,6 @@ class Block(nn.Module):
             out = self.feed_forward(self.mixer(x, packing=packing))
         return out
 
-    def extend(self, x: Tensor, state: Any, packing: Packing) -> tuple[Tensor, Any]:
-        """Continue streams: [N, d] -> [N, d], and the mixer's state after them."""
-        x, state = self.mixer.extend(x, state, packing=packing)
-        return self.feed_forward(x), state
-
 
 @dataclass(eq=False)
 class ModelState(State):
@@ -184,7 +179,8 @@ class Backbone(nn.Module):
         for block, of_block in zip(self.blocks, state.blocks, strict=True):
             if inputs is not None:
                 inputs.append(packing.unpack(x))
-            x, of_block = block.extend(x, of_block, packing)
+            x, of_block = block.mixer.extend(x, of_block, packing=packing)
+            x = block.feed_forward(x)
             states.append(of_block)
         return packing.unpack(self.norm(x)), ModelState(tuple(states))
 

@@ -166,11 +166,6 @@ class PartsConfig:
             values |= {f"{part}.{option}" if self.pattern else option: value for option, value in layer.options.items()}
         return values | ({"pattern": tuple(layer.kind for layer in self.pattern)} if self.pattern else {})
 
-    @property
-    def override_names(self) -> list[str]:
-        """The names that `override` accepts: fields of the model, then options of its layers."""
-        return list(dict.fromkeys([*vars(self), *(option for part in self.layers.values() for option in part.options)]))
-
     def with_layers(self, layers: Mapping[str, LayerConfig]) -> Self:
         """Return a copy with other layers, named as in `layers`."""
         values = vars(self) | {name: layer for name, layer in layers.items() if name in vars(self)}
@@ -206,7 +201,8 @@ class PartsConfig:
                 choices = " or ".join(f"{owner}.{name}" for owner in several)
                 raise ArgumentError(name, f"is an option of both {' and '.join(several)}: set {choices}.")
             if not owners:
-                check_names([name], changed.override_names, "this model")
+                options = (option for each in changed.layers.values() for option in each.options)
+                check_names([name], list(dict.fromkeys([*vars(self), *options])), "this model")
             layers |= {each: layers[each].override(**{option: values[name]}) for each in owners}
         return changed.with_layers(layers)
 
@@ -228,10 +224,6 @@ def as_layer(name: str, value: Any, kinds: Mapping[str, type[Any]]) -> LayerConf
         allowed = f"a LayerConfig, or the name, of one of these kinds: {', '.join(kinds)}"
         raise ArgumentError(name, f"is {shown(value)}, but must be {allowed}.")
     return value
-
-
-LAYERS = ("mixer", "feed_forward", "pattern")
-"""The fields of a model that hold its layers."""
 
 
 def why_not_learned(mixer: type[Mixer], task: Task) -> str | None:

@@ -5,11 +5,58 @@
 // T is the type of vectors and of the open chunk, A the type of the summary and of intermediate values, by NUMBER; W that of
 // matrices.
 
-#include "decode.h"
+#include <cmath>
+
+#include "../layers/dense.h"
+#include "pick.h"
+#include "team.h"
 
 namespace {
 
 constexpr int64_t near = 64;  // angles are sums: of a position that is divisible by this, and of the rest
+
+// A norm, or none if `weight` is null. All features share one weight if norm_by is 0.
+struct Norm {
+  const T *weight, *bias;
+  int64_t by, centred;
+  double eps;
+
+  void apply(const T* x, T* out, int64_t d) const {
+    if (weight == nullptr) {
+      if (out != x) std::copy_n(x, d, out);
+      return;
+    }
+    A mean = 0, squares = 0;
+#pragma omp simd reduction(+ : mean)
+    for (int64_t i = 0; i < d; ++i) mean += load(x[i]);
+    mean = centred ? mean / d : A(0);
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < d; ++i) squares += (load(x[i]) - mean) * (load(x[i]) - mean);
+    const A scale = 1 / std::sqrt(squares / d + A(eps));
+    for (int64_t i = 0; i < d; ++i) {
+      const A normed = (load(x[i]) - mean) * scale * load(weight[i * by]);
+      store(out[i], bias == nullptr ? normed : normed + load(bias[i]));
+    }
+  }
+};
+
+// out [width] += weights [n] times rows [n, width] with the stride `by`.
+template <class S, class A>
+void add_rows(A* __restrict out, const A* weights, const S* rows, int64_t n, int64_t width, int64_t by) {
+  int64_t j = 0;
+  for (; j + 4 <= n; j += 4) {
+    const S* __restrict first = rows + j * by;
+    const A w0 = weights[j], w1 = weights[j + 1], w2 = weights[j + 2], w3 = weights[j + 3];
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) {
+      out[i] += w0 * load(first[i]) + w1 * load(first[by + i]) + (w2 * load(first[2 * by + i]) + w3 * load(first[3 * by + i]));
+    }
+  }
+  for (; j < n; ++j) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) out[i] += weights[j] * load(rows[j * by + i]);
+  }
+}
 
 struct Layer {
   const T *gamma, *beta;  // [4, s]; of another memory than the sum, the last two rows of beta multiply the Y of the token before
@@ -20,38 +67,38 @@ struct Layer {
 
 // The state of a layer: `ShiftedState`, and `MixedChunkState` or `MemoryState` in Python.
 struct State {
-  T* last;  // [B, shifted], the first normed features of the previous token; or null
+  T* last_shifted;  // [B, shifted], the first normed features of the previous token; or null
   A* summary;
   T *keys, *values;
   int64_t* position;
-  T* base;  // [B, s], the Y of the previous token, of which Z is silu, of mesa, whose full chunks Python folds; null of the sum
+  T* last_y;  // [B, s], the Y of the previous token, of which Z is silu, of mesa, whose full chunks Python folds; null of the sum
 };
 
 struct Model {
   int64_t layers, d, e, s, c, vocabulary;
   int64_t shifted;                       // the number of features that are shifted, or 0
-  int64_t published, divides_by_chunk;   // what sums are divided by: see `share` and `summary_share`
+  int64_t published, divides_by_chunk;   // what sums are divided by: see `weight_factor` and `summary_factor`
   double score_scale;
   int64_t rotated, angles;               // of the angles of a position, the first are those of rotations
   const double *frequencies, *cosines;   // [angles], and [near, angles, 2], the cosines and sines of positions below `near`
   Matrix embedding;                      // [V, d]
   const T* token_type;                   // [d], or null
-  const T *sine_scale, *places;          // the scale of sinusoids [1], or learned positions [.., d], or both null
-  int64_t n_places;
+  const T *sine_scale, *learned;         // the scale of sinusoids [1], or learned positions [.., d], or both null
+  int64_t n_learned;
   Norm embedding_norm, norm;
   Matrix to_logits;                      // [V, d]
   const Layer* layer;
 };
 
 // Memory for intermediate values, which is kept between tokens.
-struct Memory {
+struct Scratch {
   char* next;
-  int64_t *slot, *read;        // [B], the place of a new token in its chunk, and the number of tokens before the chunk
-  int64_t* far;                // [B], the position of the angles in `turned`, plus 1
+  int64_t *slot, *before;      // [B], the place of a new token in its chunk, and the number of tokens before the chunk
+  int64_t* turned_at;          // [B], the position of the angles in `turned`, plus 1
   double* turned;              // [B, angles, 2], the cosines and sines of positions that are divisible by `near`
   A *rotations, *activated;    // [B, 2, s / 2], [B, 2 e + s]
   T *x, *normed, *gated;       // [B, d], [B, d], [B, e]
-  T* base;                     // [B, s], Y
+  T* y;                        // [B, s]
   T* logits;                   // [B, V]
   A *shared, *own;             // see `dense_by`
   int64_t size_of_own;
@@ -62,25 +109,23 @@ struct Memory {
     next += (n * int64_t(sizeof(P)) + 63) / 64 * 64;
   }
 
-  Memory(char* from, const Model& m, int64_t rows, int64_t threads) : next(from) {
-    const int64_t k = std::max(m.d, m.e), many = (rows + 31) / 32 * 32;
+  Scratch(char* from, const Model& m, int64_t rows, int64_t threads) : next(from) {
+    const int64_t k = std::max(m.d, m.e);
     take(slot, rows);
-    take(read, rows);
-    take(far, rows);
+    take(before, rows);
+    take(turned_at, rows);
     take(turned, rows * m.angles * 2);
     take(rotations, rows * m.s);
     take(activated, rows * (2 * m.e + m.s));
     take(x, rows * m.d);
     take(normed, rows * m.d);
     take(gated, rows * m.e);
-    take(base, rows * m.s);
+    take(y, rows * m.s);
     take(logits, rows * m.vocabulary);
-    take(shared, many * k);
-    size_of_own = std::max(own_size(k), 6 * m.s + m.c + m.e + m.c * (m.s + fold_columns)) + 64;
+    take(shared, shared_size(rows, k));
+    size_of_own = std::max(own_size(k), 6 * m.s + m.c + m.e + m.c * m.s) + 64;
     take(own, size_of_own * threads);
   }
-
-  static constexpr int64_t fold_columns = 4 * vector_bytes / int64_t(sizeof(A));
 };
 
 // One token of each stream, computed by a team.
@@ -88,35 +133,35 @@ struct Step {
   const Model& m;
   const State* states;
   int64_t rows;
-  const Memory& memory;
+  const Scratch& scratch;
   Team team;
 
-  A* own() const { return memory.own + team.me * memory.size_of_own; }
+  A* own() const { return scratch.own + team.me * scratch.size_of_own; }
 
   // The factor of the weights of the visible tokens of the open chunk; a token in slot i sees i + 1 of them.
-  A share(int64_t slot) const { return m.published ? A(1) : A(1) / A(slot + 1); }
+  A weight_factor(int64_t slot) const { return m.published ? A(1) : A(1) / A(slot + 1); }
 
   // The factor of the sum over the `read` tokens of the previous chunks.
-  A summary_share(int64_t read) const { return read == 0 ? A(0) : A(1) / A(m.divides_by_chunk ? m.c : read); }
+  A summary_factor(int64_t read) const { return read == 0 ? A(0) : A(1) / A(m.divides_by_chunk ? m.c : read); }
 
-  // The rotations of a row, and what is added to its embedding.
-  void place(int64_t row) const {
+  // Where the token of a row stands, its rotations, and what its position adds to its embedding.
+  void add_position(int64_t row) const {
     const int64_t position = states[0].position[row], rest = (position % near + near) % near, half = m.s / 2;
-    memory.slot[row] = (position % m.c + m.c) % m.c;  // inside the chunk, whatever the position is
-    memory.read[row] = position - memory.slot[row];
-    double* turned = memory.turned + row * m.angles * 2;
-    if (memory.far[row] != position - rest + 1) {  // 0 in new memory
+    scratch.slot[row] = (position % m.c + m.c) % m.c;  // inside the chunk, whatever the position is
+    scratch.before[row] = position - scratch.slot[row];
+    double* turned = scratch.turned + row * m.angles * 2;
+    if (scratch.turned_at[row] != position - rest + 1) {  // 0 in new memory
       for (int64_t i = 0; i < m.angles; ++i) {
         const double angle = double(position - rest) * m.frequencies[i];
         turned[2 * i] = std::cos(angle), turned[2 * i + 1] = std::sin(angle);
       }
-      memory.far[row] = position - rest + 1;
+      scratch.turned_at[row] = position - rest + 1;
     }
-    T* x = memory.x + row * m.d;
+    T* x = scratch.x + row * m.d;
     const double* table = m.cosines + rest * m.angles * 2;
     const auto cosine = [&](int64_t i) { return turned[2 * i] * table[2 * i] - turned[2 * i + 1] * table[2 * i + 1]; };
     const auto sine = [&](int64_t i) { return turned[2 * i] * table[2 * i + 1] + turned[2 * i + 1] * table[2 * i]; };
-    A* rotations = memory.rotations + row * m.s;
+    A* rotations = scratch.rotations + row * m.s;
     for (int64_t i = 0; i < half; ++i) {
       rotations[i] = i < m.rotated ? A(cosine(i)) : A(1);
       rotations[half + i] = i < m.rotated ? A(sine(i)) : A(0);
@@ -131,7 +176,7 @@ struct Step {
         store(x[i], load(x[i]) + load(rounded));
       }
     }
-    if (m.places != nullptr) add(x, m.places + position * m.d);
+    if (m.learned != nullptr) add(x, m.learned + position * m.d);
     if (m.token_type != nullptr) add(x, m.token_type);
     m.embedding_norm.apply(x, x, m.d);
   }
@@ -142,15 +187,15 @@ struct Step {
 
   // The attention of a stream's token, gated, in some of the e columns.
   void attend(const Layer& layer, const State& state, int64_t row, int64_t first, int64_t last) const {
-    const int64_t e = m.e, s = m.s, c = m.c, slot = memory.slot[row], width = last - first;
+    const int64_t e = m.e, s = m.s, c = m.c, slot = scratch.slot[row], width = last - first;
     A* maps = own();  // q_quad, q_lin, k_quad, k_lin
-    A *query = maps + 4 * s, *weights = query + 2 * s, *out = weights + c, *folded = out + e;
-    const A* activated = memory.activated + row * (2 * e + s);
-    const A* rotations = memory.rotations + row * s;
+    A *query = maps + 4 * s, *weights = query + 2 * s, *out = weights + c, *by_feature = out + e;
+    const A* activated = scratch.activated + row * (2 * e + s);
+    const A* rotations = scratch.rotations + row * s;
     for (int64_t map = 0; map < 4; ++map) {
       const int64_t of = map % 2 * 2 + map / 2;
-      if (state.base != nullptr && of >= 2) {
-        of_memory(memory.base + row * s, state.base + row * s, layer.gamma + of * s, layer.beta + of * s, of == 3, maps + map * s);
+      if (state.last_y != nullptr && of >= 2) {
+        of_memory(scratch.y + row * s, state.last_y + row * s, layer.gamma + of * s, layer.beta + of * s, of == 3, maps + map * s);
         continue;
       }
       rotate(activated + 2 * e, layer.gamma + of * s, layer.beta + of * s, rotations, rotations + s / 2, A(1), maps + map * s,
@@ -168,7 +213,7 @@ struct Step {
     A product = 0;
     for (int64_t i = 0; i < s; ++i) product += maps[i] * maps[2 * s + i];
     weights[slot] = product;
-    const A by = share(slot), scale = A(m.score_scale);
+    const A by = weight_factor(slot), scale = A(m.score_scale);
     for (int64_t j = 0; j <= slot; ++j) {
       const A positive = relu(weights[j] * scale + (layer.bias == nullptr ? A(0) : layer.bias[c - 1 - slot + j]));
       weights[j] = positive * positive * by;
@@ -177,14 +222,14 @@ struct Step {
     const T* values = state.values + row * c * e + first;
     add_rows(out, weights, values, slot + 1, width, e);
     A* summary = state.summary + row * s * e + first;
-    if (memory.read[row] != 0) {
-      const A before = state.base != nullptr ? A(1) : summary_share(memory.read[row]);
-      for (int64_t i = 0; i < s; ++i) query[i] = maps[s + i] * before;
+    if (scratch.before[row] != 0) {
+      const A by = state.last_y != nullptr ? A(1) : summary_factor(scratch.before[row]);
+      for (int64_t i = 0; i < s; ++i) query[i] = maps[s + i] * by;
       add_rows(out, query, summary, s, width, e);
     }
-    T* gated = memory.gated + row * e + first;
+    T* gated = scratch.gated + row * e + first;
     for (int64_t i = 0; i < width; ++i) store(gated[i], activated[first + i] * out[i]);
-    if (slot == c - 1 && state.base == nullptr) fold(keys + c * s, maps + 3 * s, values, summary, folded, width);
+    if (slot == c - 1 && state.last_y == nullptr) fold(keys + c * s, maps + 3 * s, values, summary, by_feature, width);
   }
 
   // The query or key of mesa, of Y and that of the token before.
@@ -199,56 +244,39 @@ struct Step {
     for (int64_t i = 0; i < m.s; ++i) out[i] *= by;
   }
 
-  // Add the products of a full chunk's linear keys, the last of which is `last_key`, and values to the summary.
-  void fold(const T* keys, const A* last_key, const T* values, A* summary, A* folded, int64_t width) const {
-    constexpr int64_t together = Memory::fold_columns;
-    const int64_t e = m.e, s = m.s, c = m.c;
-    A *wide = folded, *k = folded + c * together;
-    for (int64_t i = 0; i < (c - 1) * s; ++i) k[i] = load(keys[i]);
-    std::copy_n(last_key, s, k + (c - 1) * s);
+  // Add the products of a full chunk's linear keys, the last of which is `last_key`, and values to the summary. `by_feature`
+  // holds c s numbers.
+  void fold(const T* keys, const A* last_key, const T* values, A* summary, A* by_feature, int64_t width) const {
+    constexpr int64_t together = 4 * vector_bytes / int64_t(sizeof(A));  // columns, whose values stay in the cache
+    for (int64_t j = 0; j < m.c; ++j) {
+      for (int64_t i = 0; i < m.s; ++i) by_feature[i * m.c + j] = j == m.c - 1 ? last_key[i] : load(keys[j * m.s + i]);
+    }
     for (int64_t first = 0; first < width; first += together) {
-      const int64_t some = std::min(together, width - first);
-      for (int64_t j = 0; j < c; ++j) {
-        for (int64_t i = 0; i < together; ++i) wide[j * together + i] = i < some ? load(values[j * e + first + i]) : A(0);
-      }
-      for (int64_t of = 0; of < s; of += 2) {  // s is even
-        A sums[2][together] = {};
-        for (int64_t j = 0; j < c; ++j) {
-          const A* __restrict v = wide + j * together;
-          const A k0 = k[j * s + of], k1 = k[j * s + of + 1];
-#pragma omp simd
-          for (int64_t i = 0; i < together; ++i) {
-            sums[0][i] += k0 * v[i];
-            sums[1][i] += k1 * v[i];
-          }
-        }
-        for (int64_t i = 0; i < some; ++i) {
-          summary[of * e + first + i] += sums[0][i];
-          summary[(of + 1) * e + first + i] += sums[1][i];
-        }
+      for (int64_t i = 0; i < m.s; ++i) {
+        add_rows(summary + i * m.e + first, by_feature + i * m.c, values + first, m.c, std::min(together, width - first), m.e);
       }
     }
   }
 
-  void read(const Layer& layer, const State& state) const {
+  void run_layer(const Layer& layer, const State& state) const {
     const int64_t d = m.d, e = m.e, s = m.s;
     const auto [begin, end] = team.share(rows);
     for (int64_t row = begin; row < end; ++row) {
-      T* normed = memory.normed + row * d;
-      layer.norm.apply(memory.x + row * d, normed, d);
-      if (m.shifted) std::swap_ranges(state.last + row * m.shifted, state.last + (row + 1) * m.shifted, normed);
+      T* normed = scratch.normed + row * d;
+      layer.norm.apply(scratch.x + row * d, normed, d);
+      if (m.shifted) std::swap_ranges(state.last_shifted + row * m.shifted, state.last_shifted + (row + 1) * m.shifted, normed);
     }
     team.wait();
-    dense_by(team, memory.normed, layer.to_projected, rows, d, 2 * e + s, own(), memory.shared,
+    dense_by(team, scratch.normed, layer.to_projected, rows, d, 2 * e + s, own(), scratch.shared,
              [&](int64_t row, int64_t first, int64_t count, const T* values) {
-               A* activated = memory.activated + row * (2 * e + s) + first;
+               A* activated = scratch.activated + row * (2 * e + s) + first;
 #pragma omp simd
                for (int64_t i = 0; i < count; ++i) activated[i] = silu<T>(load(values[i]));
                const int64_t from = std::max(first, e), to = std::min(first + count, 2 * e);
-               T* value = state.values + (row * m.c + memory.slot[row]) * e;
+               T* value = state.values + (row * m.c + scratch.slot[row]) * e;
                for (int64_t i = from; i < to; ++i) store(value[i - e], activated[i - first]);
                for (int64_t i = std::max(first, 2 * e); i < first + count; ++i) {
-                 memory.base[row * s + i - 2 * e] = values[i - first];
+                 scratch.y[row * s + i - 2 * e] = values[i - first];
                }
              });
     team.wait();
@@ -259,12 +287,12 @@ struct Step {
       attend(layer, state, task / parts, strips * part / parts * strip, std::min(e, strips * (part + 1) / parts * strip));
     }
     team.wait();
-    for (int64_t row = begin; state.base != nullptr && row < end; ++row) {
-      std::copy_n(memory.base + row * s, s, state.base + row * s);
+    for (int64_t row = begin; state.last_y != nullptr && row < end; ++row) {
+      std::copy_n(scratch.y + row * s, s, state.last_y + row * s);
     }
-    dense_by(team, memory.gated, layer.to_output, rows, e, d, own(), memory.shared,
+    dense_by(team, scratch.gated, layer.to_output, rows, e, d, own(), scratch.shared,
              [&](int64_t row, int64_t first, int64_t count, const T* values) {
-               T* x = memory.x + row * d + first;
+               T* x = scratch.x + row * d + first;
                for (int64_t i = 0; i < count; ++i) store(x[i], load(x[i]) + load(values[i]));
              });
     team.wait();
@@ -276,20 +304,20 @@ struct Step {
     const auto [begin, end] = team.share(rows);
     for (int64_t row = begin; row < end; ++row) {
       if (ids == nullptr) {
-        std::copy_n(out + row * m.d, m.d, memory.x + row * m.d);
+        std::copy_n(out + row * m.d, m.d, scratch.x + row * m.d);
       } else {
         const Matrix of_token = m.embedding.from(ids[row], m.d);
-        for (int64_t i = 0; i < m.d; ++i) store(memory.x[row * m.d + i], of_token.result(0, load(of_token.weight[i])));
+        for (int64_t i = 0; i < m.d; ++i) store(scratch.x[row * m.d + i], of_token.result(0, load(of_token.weight[i])));
       }
-      place(row);
+      add_position(row);
     }
-    for (int64_t i = 0; i < m.layers; ++i) read(m.layer[i], states[i]);
+    for (int64_t i = 0; i < m.layers; ++i) run_layer(m.layer[i], states[i]);
     for (int64_t row = begin; row < end; ++row) {
-      m.norm.apply(memory.x + row * m.d, (ids == nullptr ? out : memory.normed) + row * m.d, m.d);
+      m.norm.apply(scratch.x + row * m.d, (ids == nullptr ? out : scratch.normed) + row * m.d, m.d);
     }
     if (ids == nullptr) return;
     team.wait();
-    dense_by(team, memory.normed, m.to_logits, rows, m.d, m.vocabulary, own(), memory.shared,
+    dense_by(team, scratch.normed, m.to_logits, rows, m.d, m.vocabulary, own(), scratch.shared,
              [&](int64_t row, int64_t first, int64_t count, const T* values) {
                std::copy_n(values, count, out + row * m.vocabulary + first);
              });
@@ -301,39 +329,35 @@ struct Step {
   }
 };
 
-// Returns 0, or the first stream, counted from 1, whose id or position the model does not have; nothing has changed then.
-int64_t read_tokens(const Model& m, const State* states, int64_t rows, char* bytes, int64_t threads, const int64_t* ids,
-                    T* out, const double* uniform, const Sampling& sampling, int64_t* drawn) {
-  for (int64_t row = 0; row < rows; ++row) {
-    if (ids != nullptr && (ids[row] < 0 || ids[row] >= m.vocabulary)) return row + 1;
-    const int64_t position = states[0].position[row];
-    if (m.places != nullptr && (position < 0 || position >= m.n_places)) return row + 1;
-  }
-  const Memory memory(bytes, m, rows, threads);
-  if (drawn != nullptr) out = memory.logits;
-  const int64_t weights = m.d * (m.layers * (3 * m.e + m.s) + m.vocabulary);
-  const int64_t used = rows * m.d * (2 * m.e + m.s) < 16384 ? 1 : threads;  // to wake others takes as long
-  Pool::run(used, double(weights * (8 + rows)),
-            [&](const Team& team) { Step{m, states, rows, memory, team}.run(ids, out, uniform, sampling, drawn); });
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t position = states[0].position[row] + 1;
-    for (int64_t i = 0; i < m.layers; ++i) states[i].position[row] = position;
-  }
-  return 0;
-}
-
 }  // namespace
 
 extern "C" {
 
 int64_t bytes(const Model* m, int64_t rows, int64_t threads) {
-  return int64_t(Memory(nullptr, *m, rows, threads).next - static_cast<char*>(nullptr));
+  return int64_t(Scratch(nullptr, *m, rows, threads).next - static_cast<char*>(nullptr));
 }
 
-int64_t decode(const Model* m, const State* states, int64_t rows, char* memory, int64_t threads,
-               const int64_t* ids, T* out, const double* uniform, double temperature, int64_t top_k, double top_p,
-               double min_p, int64_t* drawn) {
-  return read_tokens(*m, states, rows, memory, threads, ids, out, uniform, {temperature, top_p, min_p, top_k}, drawn);
+// Returns 0, or the first stream, counted from 1, whose id or position the model does not have; nothing has changed then.
+int64_t decode(const Model* model, const State* states, int64_t rows, char* memory, int64_t threads, const int64_t* ids, T* out,
+               const double* uniform, double temperature, int64_t top_k, double top_p, double min_p, int64_t* drawn) {
+  const Model& m = *model;
+  const Sampling sampling{temperature, top_p, min_p, top_k};
+  for (int64_t row = 0; row < rows; ++row) {
+    if (ids != nullptr && (ids[row] < 0 || ids[row] >= m.vocabulary)) return row + 1;
+    const int64_t position = states[0].position[row];
+    if (m.learned != nullptr && (position < 0 || position >= m.n_learned)) return row + 1;
+  }
+  const Scratch scratch(memory, m, rows, threads);
+  if (drawn != nullptr) out = scratch.logits;
+  const int64_t weights = m.d * (m.layers * (3 * m.e + m.s) + m.vocabulary);
+  const int64_t used = rows * m.d * (2 * m.e + m.s) < 16384 ? 1 : threads;  // to wake others takes as long
+  Pool::run(used, double(weights * (8 + rows)),
+            [&](const Team& team) { Step{m, states, rows, scratch, team}.run(ids, out, uniform, sampling, drawn); });
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t position = states[0].position[row] + 1;
+    for (int64_t i = 0; i < m.layers; ++i) states[i].position[row] = position;
+  }
+  return 0;
 }
 
 }  // extern "C"

@@ -70,7 +70,7 @@ class NativeDecoder:
         tables = [rotary_table(near, n, torch.float64).permute(1, 2, 0) for n in counts]
         table = position.table if isinstance(position, LearnedPositions) else None
         embedding = self._matrix(backbone.embedding.weight, None)
-        self._d, self._chunk_size, self._n_positions = first.d_model, first.chunk_size, 0 if table is None else len(table)
+        self._d, self._chunk_size, self._n_learned = first.d_model, first.chunk_size, 0 if table is None else len(table)
         model = _fields(
             len(layers), first.d_model, first.d_value, first.d_qk, first.chunk_size, self._vocabulary,
             first.shifted_width, first.normalization != "count", first.normalization == "paper_sum",
@@ -79,7 +79,7 @@ class NativeDecoder:
             embedding,
             self._keep(None if backbone.token_types is None else backbone.token_types.weight),
             self._keep(position.scale if isinstance(position, ScaledSin) else None),
-            self._keep(table), self._n_positions,
+            self._keep(table), self._n_learned,
             self._norm(backbone.embedding_norm), self._norm(backbone.norm),
             embedding if head is None else self._matrix(head.weight, head.bias),
             self._keep(b"".join(map(self._layer, layers))),
@@ -141,7 +141,7 @@ class NativeDecoder:
             last = self._vocabulary - 1
             raise ArgumentError("ids", f"holds {int(ids[wrong - 1])}, but must be from 0 to vocab_size - 1 = {last}.")
         if wrong:
-            limit = f"is {self._n_positions}, the number of learned positions"
+            limit = f"is {self._n_learned}, the number of learned positions"
             raise ArgumentError("max_positions", f"{limit}, but a stream has as many tokens.")
         if self._recalling and (state.position % self._chunk_size == 0).any():
             with torch.inference_mode():  # which updates every state in place, also one that was made in this mode

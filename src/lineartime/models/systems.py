@@ -441,11 +441,8 @@ def import_modules(names: Sequence[str]) -> None:
         except Exception as error:  # whatever the module does
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f", line {frame.lineno} of {frame.filename}" if frame.filename.endswith(".py") else ""
-            beside = (
-                f": write {name}.py for the file"
-                if getattr(error, "name", None) == name and Path(f"{name}.py").exists()
-                else ""
-            )
+            is_file = getattr(error, "name", None) == name and Path(f"{name}.py").exists()
+            beside = f": write {name}.py for the file" if is_file else ""
             raise LineartimeError(f"Cannot import {name} ({typed_first_line(error).rstrip('.')}{where}){beside}.") from error
 
 

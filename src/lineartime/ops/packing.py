@@ -304,13 +304,9 @@ class Packing:
         """The cosines and sines of positions [...], [2, ..., width / 2]; documents of a pack share those that they have."""
         if is_traced() or self.lengths is None or self.even or self.streams:
             return rotary_table(position, width // 2, dtype)
-        places = max(1, self.longest)
-
-        def table() -> Tensor:
-            return rotary_table(torch.arange(places, device=position.device), width // 2, dtype)
-
-        rows = self.shared(("table", width, dtype), table)
-        return rows.index_select(1, position.flatten().clamp(max=places - 1)).view(2, *position.shape, width // 2)
+        places = torch.arange(max(1, self.longest), device=position.device)
+        rows = self.shared(("table", width, dtype), lambda: rotary_table(places, width // 2, dtype))
+        return rows.index_select(1, position.flatten().clamp(max=len(places) - 1)).view(2, *position.shape, width // 2)
 
     def earlier(self, x: Tensor, n: int, recent: Tensor | None = None) -> tuple[list[Tensor], Tensor | None]:
         """The tokens 1, 2, ..., n before each token in its document, [N, f] each, and the last n of each stream, [D, n, f].

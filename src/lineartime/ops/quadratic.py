@@ -5,7 +5,7 @@ Shapes: G documents, L slots of each, s query/key width, e value width; of a til
     out[t] = row_scale[t] * sum over visible j of w[t, j] v[j]          w[t, j] = relu(score_scale * q[t].k[j] + bias[j - t])^2
 
 The scores of a tile stay in the cache. None are kept for the backward pass, which recomputes them. What lies between the matrix
-products is computed by the functions of quadratic.cpp, in one pass over the scores.
+products is computed by the functions of tiles.cpp, in one pass over the scores.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,8 @@ from lineartime.ops.modes import acc_dtype, is_plain
 from lineartime.ops.operator import Fused
 from lineartime.ops.positions import sum_by_distance
 
-SOURCE = Path(__file__).with_name("quadratic.cpp")
+SOURCE = Path(__file__).with_name("tiles.cpp")
+"""What lies between the matrix products of both kinds of tiles."""
 QUERIES = 256
 """The number of queries in a tile."""
 SCORES = 2**19
@@ -121,12 +122,12 @@ def _weigh(
     functions, length = native_functions(SOURCE, q.dtype), inputs.q.shape[1]
     assert functions is not None
     weights = torch.bmm(q, k.mT)
-    first = length - 1 - queries.start  # the bias of the first query for the first key; that of the next is one before
-    options = (first, float(inputs.score_scale), int(inputs.causal), *weights.shape)
+    # The bias of the first query for the first key, and that of the next one, which is one place before.
+    options = (inputs.bias, length - 1 - queries.start, -1, None, 0, 0, float(inputs.score_scale), int(inputs.causal))
     if d_weights is None:
-        functions.call("weigh", weights, inputs.bias, *options)
+        functions.call("weigh", weights, *options, *weights.shape)
     else:
-        functions.call("weigh_backward", weights, d_weights, inputs.bias, d_scores, *options)
+        functions.call("weigh_backward", weights, *options, d_weights, float(inputs.score_scale), d_scores, *weights.shape)
     return weights
 
 

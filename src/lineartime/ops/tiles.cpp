@@ -1,8 +1,8 @@
-// What tiles.py computes between the matrix products of a tile, each in one pass over the memory.
+// What quadratic.py and tiles.py compute between the matrix products of a tile, each in one pass over the memory.
 //
-// Shapes: N chunks of a tile, C slots of a chunk, e value width, s query/key width (even), W = 2 e + s. Matrices are contiguous.
-// A stride of zero means that all chunks, or all slots, share a value. Work is split by rows: the number of threads affects
-// only the order of summation in d_bias, d_gamma and d_beta.
+// Shapes: N chunks of a tile, C slots of a chunk, Q queries and K keys of a chunk, e value width, s query/key width (even),
+// W = 2 e + s. Matrices are contiguous. A stride of zero means that all chunks, or all slots, share a value. Work is split by
+// rows: the number of threads affects only the order of summation in d_bias, d_gamma and d_beta.
 
 #include <algorithm>
 #include <vector>
@@ -22,14 +22,8 @@ inline int64_t turned_at(const int64_t* turns, int64_t row, int64_t c, int64_t h
   return (turns[row / c] * c + row % c) * half;
 }
 
-// Adds to the gradients of beta, gamma and z those from one token's z gamma + beta, [s].
-inline void add_gradients(const A* __restrict d_map, const A* __restrict z, const A* __restrict gamma, A* __restrict d_beta,
-                          A* __restrict d_gamma, A* __restrict d_z, int64_t s) {
-  for (int64_t i = 0; i < s; ++i) {
-    d_beta[i] += d_map[i];
-    d_gamma[i] += d_map[i] * z[i];
-    d_z[i] += d_map[i] * gamma[i];
-  }
+inline int64_t visible_keys(int64_t query, int64_t queries, int64_t keys, bool causal) {
+  return causal ? keys - queries + query + 1 : keys;
 }
 
 }  // namespace
@@ -95,45 +89,53 @@ void run_sums(A* total, const T* sums, T* out, const bool* begins, int64_t n, in
   }
 }
 
-// Replaces products by weights = scale relu(score_scale products + bias)^2, [N, C, C]; bias may be null.
-void weigh(T* products, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot, double scale_of_scores, int64_t n, int64_t c,
-           int64_t threads) {
-  const A score_scale = A(scale_of_scores);
-  const std::vector<A> zeros(bias ? 0 : c);
+// Replaces products by weights = scale relu(score_scale products + bias)^2, [N, Q, K], zero for invisible keys: if causal, the last
+// query sees all keys, and each query before it one key less. The bias of the first query begins at `bias_first`, and that of the
+// next one `bias_by_query` further; it may be null, and so may `scale`, which is then 1.
+void weigh(T* products, const A* bias, int64_t bias_first, int64_t bias_by_query, const A* scale, int64_t by_chunk, int64_t by_query,
+           double score_scale, int64_t causal, int64_t n, int64_t queries, int64_t keys, int64_t threads) {
+  const std::vector<A> zeros(bias ? 0 : keys);
 #pragma omp parallel for schedule(static) num_threads(int(threads))
-  for (int64_t row = 0; row < n * c; ++row) {
-    T* __restrict weights = products + row * c;
-    const A* __restrict b = bias ? bias + row % c * c : zeros.data();
-    const A* __restrict by = scale + row / c * by_chunk + row % c * by_slot;
-    for (int64_t i = 0; i < c; ++i) {
-      const A positive = relu(load(weights[i]) * score_scale + b[i]);
-      store(weights[i], by[i] != 0 ? positive * positive * by[i] : A(0));  // the square of a later key's score may be infinite
+  for (int64_t row = 0; row < n * queries; ++row) {
+    const int64_t query = row % queries, visible = visible_keys(query, queries, keys, causal);
+    T* __restrict weights = products + row * keys;
+    const A* __restrict b = bias ? bias + bias_first + query * bias_by_query : zeros.data();
+    const A by = scale ? scale[row / queries * by_chunk + query * by_query] : A(1), of_scores = A(score_scale);
+    for (int64_t j = 0; j < visible; ++j) {
+      const A positive = relu(load(weights[j]) * of_scores + b[j]);
+      store(weights[j], positive * positive * by);
     }
+    for (int64_t j = visible; j < keys; ++j) store(weights[j], A(0));
   }
 }
 
-// `weigh`, and replaces gradients of weights by those of scores; adds their sum over chunks to d_bias [C, C], null if bias is.
-void weigh_backward(T* products, T* gradients, const A* bias, const A* scale, int64_t by_chunk, int64_t by_slot,
-                    double scale_of_scores, A* d_bias, int64_t n, int64_t c, int64_t threads) {
-  const A score_scale = A(scale_of_scores);
-  const std::vector<A> zeros(bias ? 0 : c);
+// `weigh`, and replaces gradients of weights by those of scores, times `gradient_scale`; adds those of scores, without it and
+// summed over chunks, to d_bias [Q, K], null if bias is.
+void weigh_backward(T* products, const A* bias, int64_t bias_first, int64_t bias_by_query, const A* scale, int64_t by_chunk,
+                    int64_t by_query, double score_scale, int64_t causal, T* gradients, double gradient_scale, A* d_bias, int64_t n,
+                    int64_t queries, int64_t keys, int64_t threads) {
+  const std::vector<A> zeros(bias ? 0 : keys);
 #pragma omp parallel for schedule(static) num_threads(int(threads))
-  for (int64_t slot = 0; slot < c; ++slot) {
-    std::vector<A> unread(d_bias ? 0 : c);
-    const A* __restrict b = bias ? bias + slot * c : zeros.data();
-    A* __restrict d_b = d_bias ? d_bias + slot * c : unread.data();
+  for (int64_t query = 0; query < queries; ++query) {
+    const int64_t visible = visible_keys(query, queries, keys, causal);
+    std::vector<A> unread(d_bias ? 0 : keys);
+    const A* __restrict b = bias ? bias + bias_first + query * bias_by_query : zeros.data();
+    A* __restrict d_b = d_bias ? d_bias + query * keys : unread.data();
+    const A of_scores = A(score_scale), of_gradients = A(gradient_scale);
     for (int64_t chunk = 0; chunk < n; ++chunk) {
-      const int64_t begin = (chunk * c + slot) * c;
-      T* __restrict weights = products + begin;
-      T* __restrict d_scores = gradients + begin;
-      const A* __restrict by = scale + chunk * by_chunk + slot * by_slot;
-      for (int64_t i = 0; i < c; ++i) {
-        const A positive = relu(load(weights[i]) * score_scale + b[i]);
-        const A scaled = by[i] != 0 ? positive * by[i] : A(0);
-        const A d_score = 2 * load(d_scores[i]) * scaled;
-        store(weights[i], by[i] != 0 ? positive * scaled : A(0));
-        store(d_scores[i], d_score);
-        d_b[i] += d_score;
+      T* __restrict weights = products + (chunk * queries + query) * keys;
+      T* __restrict d_scores = gradients + (chunk * queries + query) * keys;
+      const A by = scale ? scale[chunk * by_chunk + query * by_query] : A(1);
+      for (int64_t j = 0; j < visible; ++j) {
+        const A positive = relu(load(weights[j]) * of_scores + b[j]), scaled = positive * by;
+        const A d_score = 2 * load(d_scores[j]) * scaled;
+        store(weights[j], positive * scaled);
+        store(d_scores[j], d_score * of_gradients);
+        d_b[j] += d_score;
+      }
+      for (int64_t j = visible; j < keys; ++j) {
+        store(weights[j], A(0));
+        store(d_scores[j], A(0));
       }
     }
   }
@@ -160,20 +162,12 @@ void finish(const T* before, const A* bias, T* d_gated, int64_t gates_again, con
       const T* __restrict out = attended + row * e;
       const T* __restrict d_value = d_v + row * e;
       T* __restrict to = d_before + row * (2 * e + s);
-      if (gates_again) {
-        for (int64_t i = 0; i < e; ++i) {
-          const A x = load(from[i]) + bias[i], sigmoid_x = sigmoid<T>(x), attended_here = load(out[i]);
-          const A gradient = load(d_g[i]) * attended_here * slope(x, sigmoid_x);
-          store(d_g[i], x * sigmoid_x * attended_here);
-          store(to[i], gradient);
-          d_b[i] += gradient;
-        }
-      } else {
-        for (int64_t i = 0; i < e; ++i) {
-          const A x = load(from[i]) + bias[i], gradient = load(d_g[i]) * load(out[i]) * slope(x, sigmoid<T>(x));
-          store(to[i], gradient);
-          d_b[i] += gradient;
-        }
+      for (int64_t i = 0; i < e; ++i) {
+        const A x = load(from[i]) + bias[i], sigmoid_x = sigmoid<T>(x), attended_here = load(out[i]);
+        const A gradient = load(d_g[i]) * attended_here * slope(x, sigmoid_x);
+        if (gates_again) store(d_g[i], x * sigmoid_x * attended_here);
+        store(to[i], gradient);
+        d_b[i] += gradient;
       }
       for (int64_t i = e; i < 2 * e; ++i) {
         const A x = load(from[i]) + bias[i], gradient = load(d_value[i - e]) * slope(x, sigmoid<T>(x));
@@ -191,16 +185,18 @@ void finish(const T* before, const A* bias, T* d_gated, int64_t gates_again, con
         const T* __restrict d_map = d_maps + (map * rows + row) * s;
         const A* __restrict g = gamma + map * s;
         A* __restrict d_shift = all_sums.data() + thread * sums + map * s;
+        A* __restrict d_scale = d_shift + 4 * s;
         const A by = map < 2 ? A(score_scale) : map == 2 ? scale[row / c] : A(1);
         for (int64_t i = 0; i < half; ++i) {
           const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
           turned[i] = x * cosine[i] + y * sine[i];
-        }
-        for (int64_t i = 0; i < half; ++i) {
-          const A x = by * load(d_map[i]), y = by * load(d_map[i + half]);
           turned[i + half] = y * cosine[i] - x * sine[i];
         }
-        add_gradients(turned, z, g, d_shift, d_shift + 4 * s, d_z, s);
+        for (int64_t i = 0; i < s; ++i) {
+          d_shift[i] += turned[i];
+          d_scale[i] += turned[i] * z[i];
+          d_z[i] += turned[i] * g[i];
+        }
       }
       for (int64_t i = 0; i < s; ++i) {
         const A x = load(from[2 * e + i]) + bias[2 * e + i], gradient = d_z[i] * slope(x, sigmoid<T>(x));
@@ -215,6 +211,39 @@ void finish(const T* before, const A* bias, T* d_gated, int64_t gates_again, con
       d_gamma[i] += all_sums[thread * sums + 4 * s + i];
     }
     for (int64_t i = 0; i < width; ++i) d_bias[i] += all_sums[thread * sums + 8 * s + i];
+  }
+}
+
+// One query of each stream to the first `seen` keys, which are read once, with their values: [B, s], [B, room, s], [B, room, e] ->
+// [B, e]. `scale` [B] is the factor of the squared scores. Sums are of blocks of keys, so that they do not depend on the number of
+// threads. A value whose weight is zero is not read.
+void attend_token(const T* q, const T* k, const T* v, const A* bias, const int64_t* seen, const A* scale, T* out, double score_scale,
+                  int64_t streams, int64_t room, int64_t s, int64_t e, int64_t longest, int64_t threads) {
+  const int64_t block = 256, blocks = (longest + block - 1) / block, used = streams * longest * (s + e) < 65536 ? 1 : threads;
+  std::vector<A> sums(streams * blocks * e);
+#pragma omp parallel for schedule(static) num_threads(int(used))
+  for (int64_t part = 0; part < streams * blocks; ++part) {
+    const int64_t stream = part / blocks, first = part % blocks * block, last = std::min(first + block, seen[stream]);
+    A* __restrict sum = sums.data() + part * e;
+    for (int64_t j = first; j < last; ++j) {
+      const T *__restrict query = q + stream * s, *__restrict key = k + (stream * room + j) * s;
+      A product = 0;
+#pragma omp simd reduction(+ : product)
+      for (int64_t i = 0; i < s; ++i) product += load(query[i]) * load(key[i]);
+      const A positive = relu(product * A(score_scale) + (bias ? bias[longest - seen[stream] + j] : A(0)));
+      const A weight = positive * positive;
+      const T* __restrict value = v + (stream * room + j) * e;
+      if (weight == 0) continue;
+#pragma omp simd
+      for (int64_t i = 0; i < e; ++i) sum[i] += weight * load(value[i]);
+    }
+  }
+  for (int64_t stream = 0; stream < streams; ++stream) {
+    A* total = sums.data() + stream * blocks * e;
+    for (int64_t part = 1; part < blocks; ++part) {
+      for (int64_t i = 0; i < e; ++i) total[i] += total[part * e + i];
+    }
+    for (int64_t i = 0; i < e; ++i) store(out[stream * e + i], total[i] * scale[stream]);
   }
 }
 

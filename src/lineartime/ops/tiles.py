@@ -4,7 +4,7 @@ Shapes: G chunks, C chunk size, d model width, e value width, s query/key width,
 
     U, V, Z = split(silu(projected))                                                       [e] [e] [s]
     q_quad, k_quad, q_lin, k_lin = rope(Z * gamma_i + beta_i)                               i = 1 ... 4
-    weights = weight_scale * relu(score_scale * q_quad.k_quad + bias)^2
+    weights = row_scale * relu(score_scale * q_quad.k_quad + bias)^2
     gated = U * (weights V  +  state_scale * q_lin (sum of k_lin^T V))
 
 Steps on whole sequences would go through main memory, which takes as long as the matrix products; a tile stays in the cache.
@@ -14,7 +14,6 @@ own gradient.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +26,8 @@ from lineartime.ops.modes import acc_dtype, matmul_dtype, output_dtype, without_
 from lineartime.ops.operator import Fused
 from lineartime.ops.packing import Grid, Packing
 from lineartime.ops.positions import by_distance, in_part
+from lineartime.ops.quadratic import SOURCE as SOURCE
 
-SOURCE = Path(__file__).with_name("tiles.cpp")
-"""What lies between the matrix products, for an even s."""
 TILE_TOKENS = 1024
 """The number of tokens in a tile: small enough for the cache, and large enough that call overhead is negligible."""
 
@@ -61,7 +59,7 @@ class Inputs(NamedTuple):
         projection_bias: [2 e + s], to be added to `projected`, or None.
         gamma, beta, bias: [4, s], [4, s] and [C, C] or None.
         rotations: [2, R, C, s / 2]; chunk g has those of row `turns[g]`, int64 [G].
-        weight_scale: [G or 1, C or 1, C or 1], the factor of the squared scores; zero where a key is not visible.
+        row_scale: [G or 1, C or 1], the factor of the squared scores of a query.
         state_scale: [G], the factor of the queries q_lin.
         document: int64 [G], the document of each chunk.
         output: [d, e], the weight of the output projection, or None.
@@ -70,7 +68,7 @@ class Inputs(NamedTuple):
         has_open: whether the last chunk of each document is not full, so that it is not in the sums of streams.
         n_documents: D.
         score_scale: the factor of the products q_quad.k_quad.
-        causal: whether chunks use the sums of the chunks before, and not of their whole document.
+        causal: whether a token sees earlier tokens and the sums of the chunks before alone, and not its whole document.
     """
 
     projected: Tensor
@@ -80,7 +78,7 @@ class Inputs(NamedTuple):
     bias: Tensor | None
     rotations: Tensor
     turns: Tensor
-    weight_scale: Tensor
+    row_scale: Tensor
     state_scale: Tensor
     document: Tensor
     output: Tensor | None
@@ -125,12 +123,12 @@ def _inputs(
 ) -> Inputs:  # fmt: skip
     """The inputs of some tokens, in the dtype to compute in."""
     exact, size, scales = acc_dtype(tokens), grid.size, options.scales
-    slots, width = torch.arange(1, size + 1, device=tokens.device, dtype=exact), projected.gamma.shape[1]
-    if options.causal:  # zero for keys that come later
-        weight_scale = (scales.row(slots)[:, None] * slots.new_ones(size, size).tril())[None]
+    width = projected.gamma.shape[1]
+    if options.causal:
+        row_scale = scales.row(torch.arange(1, size + 1, device=tokens.device, dtype=exact))[None]
         read = grid.begin
     else:
-        weight_scale = scales.row(grid.sizes.clamp(min=1).to(exact))[:, None, None]
+        row_scale = scales.row(grid.sizes.clamp(min=1).to(exact))[:, None]
         read = grid.end[grid.document]
     key = ("tiles", options.chunk_size, size, rotated, width)  # the grids of a packing have chunks of other sizes
     rotations, turns = packing.shared(key, lambda: _rotations(grid, packing, rotated, width, exact))
@@ -139,7 +137,7 @@ def _inputs(
     near = None if options.bias is None else by_distance(options.bias(size), size)
     assert isinstance(scales.score, float)
     return Inputs(
-        grid.keys(tokens), bias, projected.gamma, projected.beta, near, rotations, turns, weight_scale,
+        grid.keys(tokens), bias, projected.gamma, projected.beta, near, rotations, turns, row_scale,
         scales.sum(read.to(exact)), grid.document, projected.output, linear, summary,
         summary is not None and not grid.is_full, grid.end.shape[0], scales.score, options.causal,
     )  # fmt: skip
@@ -159,14 +157,12 @@ class Tile(NamedTuple):
     """Some chunks, which follow each other.
 
     Attributes:
-        at: which of the G they are, N of them.
-        document: the document of them all, if streams are read.
+        at: which of the G they are, N of them; of streams, all of one document.
         readers: which of the N use sums. The first chunk of a causal document does not.
         sources: which of the N are in sums that are used. The last chunk of a causal document is not.
     """
 
     at: slice
-    document: int
     readers: slice
     sources: slice
 
@@ -191,7 +187,7 @@ def _tiles(inputs: Inputs, document: list[int]) -> list[Tile]:
             while last > start and last in ends:
                 last -= 1
         readers, sources = slice(first - start, stop - start), slice(0, last - start)
-        tiles.append(Tile(slice(start, stop), document[start], readers, sources))
+        tiles.append(Tile(slice(start, stop), readers, sources))
         start = stop
     return tiles
 
@@ -218,8 +214,7 @@ class Work:
         self.gamma, self.beta = inputs.gamma.to(exact).contiguous(), inputs.beta.to(exact).contiguous()
         self.bias = None if inputs.bias is None else inputs.bias.to(exact).contiguous()
         # What chunks or slots share is not repeated: it has strides of zero.
-        scale = inputs.weight_scale.to(exact).expand(*inputs.weight_scale.shape[:2], chunk_size).contiguous()
-        self.weight_scale = scale.expand(chunks, chunk_size, chunk_size)
+        self.row_scale = inputs.row_scale.to(exact).contiguous().expand(chunks, chunk_size)
         self.state_scale = inputs.state_scale.to(exact).contiguous()
         self.cosines, self.sines = inputs.rotations.to(exact).contiguous().unbind()
         self.changes = F.pad(inputs.document.diff(prepend=inputs.document[:1]) != 0, (0, 1))  # bool [G + 1]
@@ -252,12 +247,12 @@ class Work:
 
     def weigh(self, q: Tensor, k: Tensor, tile: Tile, gradient: Tensor | None = None, d_bias: Tensor | None = None) -> Tensor:
         """The weights inside chunks, [N, C, C]. Their gradient becomes that of the scores, not yet scaled; `d_bias` grows."""
-        weights, scale = torch.bmm(q, k.mT), self.weight_scale[tile.at]
-        options = (self.bias, scale, *scale.stride()[:2], self.inputs.score_scale)
+        weights, scale = torch.bmm(q, k.mT), self.row_scale[tile.at]
+        options = (self.bias, 0, weights.shape[2], scale, *scale.stride(), self.inputs.score_scale, int(self.inputs.causal))
         if gradient is None:
-            self.call("weigh", weights, *options, *weights.shape[:2])
+            self.call("weigh", weights, *options, *weights.shape)
         else:
-            self.call("weigh_backward", weights, gradient, *options, d_bias, *weights.shape[:2])
+            self.call("weigh_backward", weights, *options, gradient, 1.0, d_bias, *weights.shape)
         return weights
 
     def totals(self, d_gated: Tensor | None = None) -> Tensor:
@@ -284,10 +279,10 @@ def _run(inputs: Inputs, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | N
     summary = None if inputs.summary is None else inputs.summary.to(work.gamma.dtype, copy=True)
     read = gated.new_empty(chunks, *work.sum_shape) if causal else work.totals()
     for tile in work.tiles:
-        at, document, readers, sources = tile
+        at, readers, sources = tile
         gate, v, (q_quad, k_quad, q_lin, k_lin) = work.activate(tile)
         if causal:
-            carry = total if summary is None else summary[document]
+            carry = total if summary is None else summary[work.document[at.start]]
             work.run_sums(carry, torch.bmm(k_lin[sources].mT, v[sources]), read[at], tile, backwards=False)
         weights = work.weigh(q_quad, k_quad, tile)
         out = attended[at]
@@ -308,7 +303,7 @@ def _backward(inputs: Inputs, kept: tuple[Tensor, ...], d_out: Tensor, wanted: l
     # The gradient of the sums k_lin^T v, from the chunks that use them.
     totals = work.gamma.new_zeros(work.sum_shape) if causal else work.totals(d_gated)
     for tile in reversed(work.tiles):
-        at, _, readers, sources = tile
+        at, readers, sources = tile
         gate, v, (q_quad, k_quad, q_lin, k_lin) = work.activate(tile)
         d_attended = d_gated[at] * gate
 

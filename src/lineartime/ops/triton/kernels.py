@@ -218,23 +218,6 @@ def mask_tile(tile, queries, keys, row_scale, T, CAUSAL: tl.constexpr):
 
 
 @jit
-def score_gradient_tile(
-    scores, d_out, v, row_scale, queries, keys, T,
-    E: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """`dX` at [queries, keys] of their scores, of values and output gradients [T, E]."""
-    columns = tl.arange(0, BLOCK_E)
-    products = tl.full((BLOCK_M, BLOCK_N), 0.0, ACC)
-    for start in range(0, E, BLOCK_E):
-        of_queries = load_tile(d_out, queries, start + columns, T, E, COMPUTE)
-        of_keys = load_tile(v, keys, start + columns, T, E, COMPUTE)
-        products = add_product(products, of_queries, tl.trans(of_keys), PRECISION)
-    return mask_tile(products * activation_slope(scores, ACTIVATION), queries, keys, row_scale, T, CAUSAL)
-
-
-@jit
 def attention_weights_kernel(
     q, k, bias, row_scale, out, T, first_query, last_query, first_key, last_key, score_scale,
     S: tl.constexpr, CAUSAL: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -312,10 +295,13 @@ def score_gradient_kernel(
         scores = score_tile(q, k, bias, queries, keys, T, score_scale, S, HAS_BIAS, COMPUTE, PRECISION, BLOCK_S)
         tile = mask_tile(activate(scores, ACTIVATION), queries, keys, row_scale + sequence * T, T, CAUSAL)
         store_tile(weights, tile, rows, columns, n_queries, n_keys)
-        d_tile += score_gradient_tile(
-            scores, d_out, v, row_scale + sequence * T, queries, keys, T,
-            E, CAUSAL, ACTIVATION, COMPUTE, PRECISION, ACC, BLOCK_M, BLOCK_N, BLOCK_E,
-        )  # fmt: skip
+        products, features = tl.full((BLOCK_M, BLOCK_N), 0.0, ACC), tl.arange(0, BLOCK_E)
+        for start in range(0, E, BLOCK_E):
+            of_queries = load_tile(d_out, queries, start + features, T, E, COMPUTE)
+            of_keys = load_tile(v, keys, start + features, T, E, COMPUTE)
+            products = add_product(products, of_queries, tl.trans(of_keys), PRECISION)
+        products *= activation_slope(scores, ACTIVATION)
+        d_tile += mask_tile(products, queries, keys, row_scale + sequence * T, T, CAUSAL)
     store_tile(d_scores, d_tile, rows, columns, n_queries, n_keys)
 
 
