@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30820,
-    "all tests": 22510,
+    "all source": 30860,
+    "all tests": 22530,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
@@ -192,7 +192,7 @@ BUDGETS: dict[str, int] = {
     "ops": 3550,
     "runs": 880,
     "seq2seq": 300,
-    "top": 940,
+    "top": 970,
     "training": 1900,
 }
 

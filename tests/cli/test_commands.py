@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import lineartime
 from lineartime.cli import main
@@ -50,7 +51,8 @@ def test_a_run_becomes_a_file(
     assert main(["export", run, "step.pt2"]) == 0
     assert "step.pt2: a step of streams" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["step.pt2"]
-    assert main(["export", run, "text.pt2", "--part", "text"]) == 0
+    assert main(["export", run, "text.pt2", "--part", "text", "--weights", "int8"]) == 0
+    assert torch.int8 in {tensor.dtype for tensor in torch.export.load("text.pt2").state_dict.values()}
     assert "for torch.export.load" in capsys.readouterr().out
     assert main(["export", run, "text.onnx", "--part", "text", "--format", "onnx"]) == 0
     assert "text.onnx: ids [B, T] to logits [B, T, V], in ONNX" in capsys.readouterr().out
@@ -65,6 +67,7 @@ def test_a_masked_language_model_becomes_a_program_of_whole_texts(
     masked: str, capsys: pytest.CaptureFixture[str], fails: Fails
 ) -> None:
     fails(["export", masked, "step.pt2"], "--part is step, but a masked language model reads whole texts: use `part=text`")
+    fails(["export", masked, "text.pt2", "--weights", "int8"], "is a masked language model, which cannot have int8 weights")
     assert main(["export", masked, "text.pt2", "--part", "text"]) == 0
     assert "text.pt2: ids and mask [B, T] to logits [B, T, V]" in capsys.readouterr().out
 
