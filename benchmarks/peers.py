@@ -1,4 +1,4 @@
-"""Decoding beside llama.cpp and GPT-NeoX of transformers: `python benchmarks/peers.py` (about 25 minutes on 2 idle cores).
+"""Decoding beside llama.cpp and GPT-NeoX of transformers: `python benchmarks/peers.py` (25 to 40 minutes on 2 idle cores).
 
 All have random weights, as many as flash-tiny with a vocabulary of 4,096, or flash-base. A context is read in batches; then the
 packages take turns to draw tokens for half a second, each with its own default sampling: with one thread and with two, on an
