@@ -118,6 +118,24 @@ def test_program_of_a_text_reads_other_batch_sizes_and_lengths(preset: str, read
         torch.testing.assert_close(program(*inputs), model(*inputs), atol=1e-5, rtol=0)
 
 
+def test_program_of_a_quantized_model_holds_int8_and_gives_its_logits(tmp_path: Path) -> None:
+    model = build("flash-tiny", d_model=64, d_qk=8, chunk_size=8)
+    model.quantize()
+    program, ids = export_text(model), torch.randint(0, 40, (2, 20))
+    held = {name: tensor for name, tensor in program.state_dict.items() if tensor.numel() > 1000}
+    assert {tensor.dtype for tensor in held.values()} == {torch.int8}
+    assert sum(tensor.numel() for tensor in held.values()) == 64 * (40 + 2 * 128 + 8 + 128)
+    read = torch.export.load(write_program(program, tmp_path / "text.pt2")).module()
+    with torch.no_grad():
+        torch.testing.assert_close(read(ids), model(ids), atol=1e-5, rtol=0)
+        stepping = export_step(model)
+        step, (_, state) = stepping.module(), stepping.example_inputs[0]
+        for place in range(10):
+            logits, state = step(ids[:, place : place + 1], state)
+            torch.testing.assert_close(logits[:, 0], model(ids)[:, place], atol=1e-5, rtol=0)
+    assert all(type(weight) is nn.Parameter and weight.requires_grad for weight in model.parameters())  # it stays as it was
+
+
 @pytest.mark.nightly
 def test_programs_run_without_lineartime(stepping: Stepping, reading: Reading, tmp_path: Path) -> None:
     (model, program), ids = stepping, torch.randint(0, 40, (3, 20))

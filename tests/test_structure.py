@@ -235,7 +235,7 @@ READERS = {"tolist", "item", "cpu", "numpy", "nonzero", "unique"}
 ADDERS = {"index_add", "index_add_", "scatter_add", "scatter_add_"}
 SUMS_WHOLE_NUMBERS = {  # or one number alone; of others, a GPU would give other bits every time
     "ops/packing.py": "marks.index_add(0, ends, torch.ones_like(ends))",
-    "ops/cross_entropy.py": "d_logits.scatter_add_(1, column, d_logits.new_full((1, 1), -1.0).expand_as(column))",
+    "ops/cross_entropy.py": "d_logits.scatter_add_(1, column, -real.to(sums.dtype))",
     "baselines/reformer.py": "buckets.new_zeros(*buckets.shape[:-1], n_buckets).scatter_add(-1, buckets, torch.ones_like(buckets))",  # noqa: E501
 }
 

@@ -3,6 +3,7 @@
 Shapes: B batch or streams, T tokens, V vocabulary.
 """
 
+import copy
 import json
 import logging
 import warnings
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.nn.utils import parametrize
 
 from lineartime.errors import ArgumentError, LineartimeError, require_packages, typed_first_line
 from lineartime.files import check_new, new_file
+from lineartime.layers.dense import quantized
 from lineartime.machine import compiler_missing, is_out_of_memory
-from lineartime.models.language_model import CausalLM, LanguageModel, MaskedLM, check_model
+from lineartime.models.language_model import CausalLM, Kind, LanguageModel, MaskedLM, check_model, decoded_layers
 
 MAX_STREAMS = 2**16
 """The maximum batch size of a program."""
@@ -51,6 +54,30 @@ class _Step(nn.Module):
         return logits, list(after.tensors())
 
 
+class _Rounded(nn.Module):
+    """A matrix that a program holds in int8, with a factor for each row, and computes anew."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, rounded: Tensor, scale: Tensor) -> Tensor:
+        return (rounded * scale[:, None]).to(self.dtype)
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantized(weight)
+
+
+def _as_decoded(model: Kind) -> Kind:
+    """The model or, after `quantize`, a copy whose matrices are int8."""
+    if not isinstance(model, CausalLM) or model.decoded_weights == "own":
+        return model
+    held = copy.deepcopy(model).requires_grad_(False)
+    for layer in decoded_layers(held):
+        parametrize.register_parametrization(layer, "weight", _Rounded(layer.weight.dtype))
+    return held
+
+
 def export_text(model: LanguageModel) -> ExportedProgram:
     """Export a program from ids, int64 [B, T] of any batch size, to logits [B, T, V], for texts of a chunk or more.
 
@@ -58,13 +85,14 @@ def export_text(model: LanguageModel) -> ExportedProgram:
     tokens if the model is causal, or gets the mask.
 
     The program of a masked language model also takes a mask, bool [B, T], True for real tokens. A causal model needs no mask
-    for padding after a text. The program is plain PyTorch, whatever the backend, and needs nothing else.
+    for padding after a text. The program is plain PyTorch, whatever the backend, and needs nothing else. After `quantize`, it
+    holds matrices in int8.
 
     Raises:
         LineartimeError: for a mixer whose code torch.export cannot trace for every length, or chunks that are longer than the
             texts that the model reads.
     """
-    model = check_model(model, LanguageModel, "be exported")
+    model = _as_decoded(check_model(model, LanguageModel, "be exported"))
     longest = min(LONGEST, model.config.longest_sequence or LONGEST)
     shortest = max(getattr(block.mixer, "chunk_size", None) or SHORTEST for block in model.backbone.blocks)
     if shortest >= longest:
@@ -79,13 +107,13 @@ def export_text(model: LanguageModel) -> ExportedProgram:
 def export_step(model: CausalLM) -> ExportedProgram:
     """Export a program that continues any number of streams by a token, as `_Step` does. It needs nothing but PyTorch.
 
-    Its `example_inputs` hold ids and state for two streams.
+    Its `example_inputs` hold ids and state for two streams. After `quantize`, it holds matrices in int8.
 
     Raises:
         ArgumentError: for a model without a `constant_state`, such as one of GAU.
         LineartimeError: for a mixer whose code torch.export cannot trace for any number of streams.
     """
-    model = check_model(model, CausalLM, "continue a text")
+    model = _as_decoded(check_model(model, CausalLM, "continue a text"))
     growing = [block.mixer.title for block in model.backbone.blocks if not block.mixer.constant_state]
     if growing:
         found = f"is made of {growing[0]}, which has no step with a state of constant size that can be exported"
@@ -99,7 +127,7 @@ def export_step(model: CausalLM) -> ExportedProgram:
 def _traced(model: LanguageModel, module: nn.Module, inputs: Any, shapes: Any, sizes: str) -> ExportedProgram:
     """The program of a module. An error of torch.export, of any kind, becomes a LineartimeError that names the mixer."""
     try:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), _quiet(), parametrize.cached():  # a tied embedding is computed once
             return torch.export.export(module, inputs, dynamic_shapes=shapes)
     except Exception as error:
         if is_out_of_memory(error):

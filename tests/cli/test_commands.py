@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import lineartime
 from lineartime.cli import main
@@ -51,13 +52,16 @@ def test_a_run_becomes_a_file(
     monkeypatch.setattr("lineartime.export.write_onnx", lambda program, file: file)  # tests/test_export.py writes real ones
     assert "step.pt2: a step of streams" in prints("export", run, "step.pt2")
     assert [file.name for file in tmp_path.iterdir()] == ["step.pt2"]
-    assert "for torch.export.load" in prints("export", run, "text.pt2", "--part", "text")
+    shown = prints("export", run, "text.pt2", "--part", "text", "--weights", "int8")
+    assert "for torch.export.load" in shown
+    assert torch.int8 in {tensor.dtype for tensor in torch.export.load("text.pt2").state_dict.values()}
     shown = prints("export", run, "text.onnx", "--part", "text", "--format", "onnx")
     assert "text.onnx: ids [B, T] to logits [B, T, V], in ONNX" in shown
     fails(["export", run, "step.pt2"], "file is step.pt2, which exists already")
     package = ["--part", "text", "--format", "package"]
     fails(["export", run, "a.pt2", *package], "--format is package, but .* use program or onnx, or `part=step`")
     fails(["export", run], "FILE", status=2)
+    fails(["export", masked, "a.pt2", "--weights", "int8"], "is a masked language model, which cannot have int8 weights")
     fails(["export", masked, "a.pt2"], "--part is step, but a masked language model reads whole texts: use `part=text`")
     assert "b.pt2: ids and mask [B, T] to logits [B, T, V]" in prints("export", masked, "b.pt2", "--part", "text")
 

@@ -20,6 +20,8 @@ class ExportOptions:
     """step: the next token of streams of a causal model, with the state as input and output; text: a whole text at once."""
     format: Literal["program", "package", "onnx"] = "program"
     """program: for torch.export.load; package: the step, compiled by AOTInductor for this kind of machine; onnx: ONNX."""
+    weights: Literal["own", "int8"] = "own"
+    """int8 rounds the matrices of FLASH and writes them as int8 with a factor for each row; own leaves them as they are."""
     checkpoint: Checkpoint = None
 
 
@@ -29,7 +31,7 @@ def run(options: ExportOptions) -> None:
         raise ArgumentError("format", "is package, but a package holds the step alone: use program or onnx, or `part=step`.")
     from lineartime.checkpoint import load_with_tokenizer
     from lineartime.export import checked_file, export_step, export_text, write_onnx, write_package, write_program
-    from lineartime.models.language_model import MaskedLM
+    from lineartime.models.language_model import CausalLM, MaskedLM, check_model
 
     checked_file(options.file, ".onnx" if options.format == "onnx" else ".pt2")  # before the slow part
     writers = {
@@ -39,6 +41,8 @@ def run(options: ExportOptions) -> None:
     }
     with Progress(f"exporting {options.run}"):
         model = load_with_tokenizer(options.run, checkpoint=options.checkpoint).model
+        if options.weights == "int8":
+            check_model(model, CausalLM, "have int8 weights").quantize()
         if options.part == "text":
             program = export_text(model)
             what = f"{'ids and mask' if isinstance(model, MaskedLM) else 'ids'} [B, T] to logits [B, T, V]"

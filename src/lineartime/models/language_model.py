@@ -225,9 +225,7 @@ class CausalLM(LanguageModel):
         Prompts, losses and what is saved have the rounded weights in the dtype of the model. Raises as `compile_for_decoding`.
         """
         self.compile_for_decoding("int8")
-        mixers: list[Any] = [block.mixer for block in self.backbone.blocks]
-        layers = [layer for mixer in mixers for layer in (mixer.to_gate_value_base, mixer.to_output)]
-        for layer in (self.backbone.embedding, *layers, *([] if self.lm_head is None else [self.lm_head])):
+        for layer in decoded_layers(self):
             rounded, scale = quantized(layer.weight)
             layer.weight.data.copy_(rounded * scale[:, None])
         self.decoded_weights = "int8"
@@ -258,6 +256,12 @@ class CausalLM(LanguageModel):
     def constant_state(self) -> bool:
         """Whether a stream needs constant memory, and one token updates it in place, as in FLASH and linear attention."""
         return all(block.mixer.constant_state for block in self.backbone.blocks)
+
+
+def decoded_layers(model: CausalLM) -> list[Any]:
+    """The layers of a model of FLASH whose matrices a token reads."""
+    layers = [getattr(block.mixer, name) for block in model.backbone.blocks for name in ("to_gate_value_base", "to_output")]
+    return [model.backbone.embedding, *layers, *([] if model.lm_head is None else [model.lm_head])]
 
 
 def read_token(model: CausalLM, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:

@@ -84,7 +84,10 @@ def _linear_cross_entropy(
             loss += losses.sum()
             if keep:
                 d_hidden[start : start + size] = d_logits @ factor
-                d_weight += d_logits.T @ piece
+                if compute == acc:  # saves the product from memory
+                    d_weight.addmm_(d_logits.T, piece)
+                else:
+                    d_weight += d_logits.T @ piece
     return loss, d_hidden, d_weight
 
 
@@ -101,12 +104,13 @@ def _losses(logits: Tensor, targets: Tensor, keep: bool, fused: bool) -> tuple[T
     numbers = logits.to(acc_dtype(logits))
     real = (targets != IGNORED)[:, None]
     column = targets[:, None].masked_fill(~real, 0)
-    log_sums = numbers.logsumexp(-1, keepdim=True)
-    losses = (log_sums - numbers.gather(1, column)).masked_fill(~real, 0.0)
+    own, largest = numbers.gather(1, column), numbers.amax(-1, keepdim=True)
+    powers = numbers.sub_(largest).exp_()
+    sums = powers.sum(-1, keepdim=True)
+    losses = (sums.log() + largest - own).masked_fill(~real, 0.0)
     if keep:
-        d_logits = numbers.sub_(log_sums).exp_()  # softmax - one_hot(target)
-        d_logits.scatter_add_(1, column, d_logits.new_full((1, 1), -1.0).expand_as(column))
-        logits = d_logits.mul_(real).to(logits.dtype)
+        d_logits = powers.mul_(real / sums)  # softmax - one_hot(target)
+        logits = d_logits.scatter_add_(1, column, -real.to(sums.dtype)).to(logits.dtype)
     return losses, logits
 
 
