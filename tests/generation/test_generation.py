@@ -23,14 +23,32 @@ GREEDY = Sampling(temperature=0.0)
 systems = partial(pytest.mark.parametrize, "model", indirect=True)
 
 
-@systems(["flash", "flash-quad", "transformer++ shifted"])
-def test_greedy_text_is_that_of_the_forward_pass(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.no_grad()
+def by_forward_passes(model: CausalLM, prompt: list[int], count: int, penalty: float = 1.0) -> list[int]:
+    """The likeliest tokens, one after another, each from a whole forward pass."""
+    ids, prefix = list(prompt), torch.tensor([len(prompt)]) if model.config.task == "prefix-lm" else None
+    for _ in range(count):
+        logits = model(torch.tensor([ids]), prefix_lengths=prefix)[0, -1]
+        for token in set(ids):
+            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+        ids.append(int(logits.argmax()))
+    return ids[len(prompt) :]
+
+
+@systems(
+    ["flash shifted", "flash-quad", "transformer++ shifted"]
+    + [f"{name} prefix-lm" for name in ("flash", "hybrid-gau", "transformer++")]
+)
+def test_greedy_texts_are_those_of_the_forward_pass_alone_and_together(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(prompts.PREFILL, "cpu", 4)  # a prompt in several pieces
-    prompt = torch.randint(0, 40, (11,)).tolist()
-    ids = list(prompt)
-    for _ in range(20):
-        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    assert list(generate(model, prompt, 20, GREEDY)) == ids[11:]
+    # Some fill their chunk on the way, and some are equally long.
+    given = [torch.randint(0, 40, (length,)).tolist() for length in (1, 14, 16, 37, 16)]
+    expected = [by_forward_passes(model, prompt, 12) for prompt in given]
+    assert [list(generate(model, prompt, 12, GREEDY)) for prompt in given] == expected
+    assert generate_batch(model, given, 12, GREEDY) == expected
+    assert generate_batch(model, [], 12, GREEDY) == []
 
 
 class Largest(TorchDispatchMode):
@@ -55,15 +73,6 @@ def test_no_tensor_grows_with_a_prompt_beyond_a_piece(model: CausalLM, monkeypat
             prompts.prefill_batch(model, torch.randint(0, 40, (1, length)))
         sizes.append(largest.numbers)
     assert sizes[0] == sizes[1]
-
-
-@systems(["flash shifted", "flash-quad", "transformer++"])
-def test_prompts_of_any_lengths_continue_together_as_they_would_alone(model: CausalLM) -> None:
-    lengths = [1, 14, 16, 37, 16]  # some fill their chunk on the way, and some are equally long
-    prompts = [torch.randint(0, 40, (length,)).tolist() for length in lengths]
-    together = generate_batch(model, prompts, 12, GREEDY)
-    assert together == [list(generate(model, prompt, 12, GREEDY)) for prompt in prompts]
-    assert generate_batch(model, [], 12, GREEDY) == []
 
 
 def test_text_that_stops_does_not_stop_the_others(model: CausalLM) -> None:
@@ -145,18 +154,6 @@ def test_picking_from_a_large_vocabulary_is_by_the_sums_of_ranked_probabilities(
     assert pick(logits, Sampling(1.0, 0, top_p), uniform).tolist() == expected
 
 
-@torch.no_grad()
-def penalized_text(model: CausalLM, prompt: list[int], count: int, penalty: float) -> list[int]:
-    """The likeliest tokens, one after another, each from a whole forward pass."""
-    ids = list(prompt)
-    for _ in range(count):
-        logits = model(torch.tensor([ids]))[0, -1]
-        for token in set(ids):
-            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
-        ids.append(int(logits.argmax()))
-    return ids[len(prompt) :]
-
-
 @pytest.mark.parametrize("logits", [[3.0, 2.0], [-1.0, -1.5]])
 def test_penalty_makes_seen_tokens_less_likely_whatever_the_sign_of_their_logits(logits: list[float]) -> None:
     seen, sampling = torch.tensor([[True, False]]), Sampling(0.0, repetition_penalty=2.0)
@@ -168,7 +165,7 @@ def test_penalty_makes_seen_tokens_less_likely_whatever_the_sign_of_their_logits
 @pytest.mark.parametrize(("model", "penalty"), [("flash", 1.3), ("transformer++", 0.5)], indirect=["model"])
 def test_tokens_of_the_prompt_and_of_the_text_are_penalised(model: CausalLM, penalty: float) -> None:
     sampling, given = Sampling(0.0, repetition_penalty=penalty), [[1, 2, 3, 2], [5], list(range(4, 30))]
-    expected = [penalized_text(model, prompt, 12, penalty) for prompt in given]
+    expected = [by_forward_passes(model, prompt, 12, penalty) for prompt in given]
     assert [list(generate(model, prompt, 12, sampling)) for prompt in given] == expected
     assert generate_batch(model, given, 12, sampling) == expected
     batch = TextBatch(model, sampling)
@@ -262,21 +259,6 @@ def test_equal_prompts_are_read_once(model: CausalLM, monkeypatch: pytest.Monkey
     monkeypatch.setattr(generation, "read", lambda model, ids, state: read.append(ids) or read_once(model, ids, state))
     generate_batch(model, [[1, 2], [3], [1, 2]], 2, Sampling(seed=0))
     assert read == [(1, 2), (3,)]
-
-
-@systems(["flash prefix-lm", "transformer++ prefix-lm"])
-def test_prefix_model_reads_its_prompt_in_both_directions(model: CausalLM) -> None:
-    prompts = [torch.randint(0, 40, (length,)).tolist() for length in (1, 11, 40)]  # 40: more than a chunk
-    written = [list(generate(model, prompt, 8, GREEDY)) for prompt in prompts]
-    for prompt, text in zip(prompts, written, strict=True):
-        ids = list(prompt)
-        for _ in range(8):
-            ids.append(int(model(torch.tensor([ids]), prefix_lengths=torch.tensor([len(prompt)]))[0, -1].argmax()))
-        assert text == ids[len(prompt) :]
-    assert generate_batch(model, prompts, 8, GREEDY) == written
-    logits, state = model.read_prefix(torch.tensor([prompts[1]]))
-    torch.testing.assert_close(logits, model(torch.tensor([prompts[1]]), prefix_lengths=torch.tensor([11])))
-    assert state.position.tolist() == [11]
 
 
 @systems(["flash", "transformer++"])
