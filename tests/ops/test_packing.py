@@ -16,7 +16,6 @@ from torch import Tensor
 from lineartime import FLASH
 from lineartime.errors import LineartimeError
 from lineartime.ops import packing as packings
-from lineartime.ops.mixed_chunk import MixedChunkOptions, attend
 from lineartime.ops.packing import GROUP_COST, MAX_GROUPS, Packing, similar_documents
 from lineartime.ops.packing import describe as describe_on
 
@@ -216,35 +215,6 @@ def test_sums_over_chunks_stay_in_their_document_even_if_another_is_infinite(end
         torch.testing.assert_close(total, chunks[own].sum(0), atol=1e-12, rtol=0)
         for count, g in enumerate(own.tolist()):
             torch.testing.assert_close(before[g], chunks[own[:count]].sum(0), atol=1e-12, rtol=0)
-
-
-NIGHTLY = pytest.mark.nightly
-
-
-@pytest.mark.parametrize(
-    ("dynamic", "count"), [pytest.param(*case, marks=NIGHTLY) for case in ((True, 1), (True, 7), (None, 7))]
-)
-def test_compiled_code_makes_room_for_all_divisions(dynamic: bool | None, count: int) -> None:
-    scales = FLASH(16, d_qk=4, chunk_size=4).scales()
-
-    def run(v: Tensor, mask: Tensor | None, ends: Tensor | None) -> Tensor:
-        packing = describe(*v.shape, mask=mask, cu_seqlens=ends)
-        v = packing.pack(v)
-        maps = [v[..., :4] * scale for scale in (1, 2, 3, 4)]
-        return packing.unpack(attend(*maps, v, packing, MixedChunkOptions(4, causal=True, scales=scales))[0])
-
-    torch._dynamo.reset()
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    mask = MASK[None, :19]
-    packs = [([0, 5, 19], None), ([0, 0, 19], mask), ([0, 19, 19], ~mask), ([0, 1, 19], mask & False)]
-    rows = [(None, torch.rand(3, 19) > 0.4), (None, torch.ones(3, 19, dtype=torch.bool)), (None, torch.zeros(3, 19) > 0)]
-    divisions = [*rows, *packs][:count]
-    for ends, mask in divisions:
-        v, starts = random(1 if ends else 3, 19, 5), None if ends is None else torch.tensor(ends)
-        torch.testing.assert_close(compiled(v, mask, starts), run(v, mask, starts), atol=1e-12, rtol=0)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for ends, mask in [each for each in divisions if each[1] is not None]:  # the same code reads every division
-            compiled(random(1 if ends else 3, 19, 5), mask, None if ends is None else torch.tensor(ends))
 
 
 # Groups ---------------------------------------------------------------------------------------------------------------
