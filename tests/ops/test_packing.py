@@ -22,11 +22,7 @@ from lineartime.ops.packing import describe as describe_on
 CPU = torch.device("cpu")
 ENDS = [0, 3, 3, 25, 27, 46, 47, 80]
 MASK = torch.arange(ENDS[-1]) % 5 != 2
-SIDES = {
-    "left": torch.arange(9) >= torch.tensor([[0], [4], [9]]),
-    "right": torch.arange(9) < torch.tensor([[9], [4], [0]]),
-    "holes": torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0, 1]]).bool(),
-}
+HOLES = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0, 1]]).bool()
 
 
 def describe(*shape: int, **options: Any) -> Packing:
@@ -47,7 +43,7 @@ CASES: dict[str, Any] = {
     "grouped pack": lambda: grouped(ENDS),
     "prefixes of a grouped pack": lambda: grouped(ENDS, mask=MASK[None], prefix=torch.tensor([2, 0, 9, 0, 10, 0, 4])),
     "streams": lambda: describe(3, 9, position=torch.tensor([5, 0, 3])),
-    "masked streams": lambda: describe(3, 9, mask=SIDES["holes"], position=torch.tensor([5, 0, 3])),
+    "masked streams": lambda: describe(3, 9, mask=HOLES, position=torch.tensor([5, 0, 3])),
     "streams at one place": lambda: describe(3, 9, position=torch.tensor([8, 8, 8])),
 }
 
@@ -72,16 +68,6 @@ def test_equal_rows_are_views() -> None:
             (grid,) = packing.grids(chunk_size, causal=True)
             for view in (grid.keys(packed), grid.queries(packed), grid.tokens(grid.keys(packed))):
                 assert view.data_ptr() == x.data_ptr()
-
-
-@pytest.mark.parametrize("mask", [torch.arange(30).view(3, 10) % 7 % 3 > 0, torch.arange(10) >= torch.tensor([[0], [4], [10]])])
-def test_real_tokens_of_rows_stand_in_order_and_zeros_come_back_at_padding(mask: Tensor) -> None:
-    x, packing = random(3, 10, 2), describe(3, 10, mask=mask)
-    packed = packing.pack(x.masked_fill(~mask[..., None], torch.nan))
-    assert torch.equal(packed, x[mask])
-    assert torch.equal(packing.unpack(packed), x * mask[..., None])
-    assert packing.position.tolist() == [place for count in mask.sum(1).tolist() for place in range(count)]
-    assert torch.equal(packing.document, mask.nonzero()[:, 0])
 
 
 def test_groups_of_a_pack_hold_its_real_tokens_shortest_documents_first() -> None:
@@ -130,20 +116,6 @@ def test_earlier_tokens_are_those_of_the_document_with_their_gradients(case: str
         direction = torch.randn_like(expected)
         found, wanted = (torch.autograd.grad((y * direction).sum(), x)[0] for y in (torch.stack(before), expected))
         torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
-
-
-@every_pair(cuts=[[9], [1] * 9, [0, 4, 0, 5, 0]], side=[None, *SIDES])
-def test_stream_has_the_earlier_tokens_of_a_row_however_it_is_cut(cuts: list[int], side: str | None) -> None:
-    x, recent, position, pieces = random(3, 9, 2), torch.zeros(3, 2, 2).double(), torch.zeros(3, dtype=torch.long), []
-    mask = torch.ones(3, 9, dtype=torch.bool) if side is None else SIDES[side]
-    for piece, real in zip(x.split(cuts, 1), mask.split(cuts, 1), strict=True):
-        packing = describe(*piece.shape, mask=None if side is None else real, position=position)
-        before, after = packing.earlier(packing.pack(piece), 2, recent)
-        assert after is not None
-        pieces.append(packing.unpack(torch.stack(before, 1)))
-        recent, position = after, position + real.sum(1)
-    whole = describe(3, 9, mask=mask)
-    assert torch.equal(torch.cat(pieces, 1), whole.unpack(torch.stack(whole.earlier(whole.pack(x), 2)[0], 1)))
 
 
 def test_what_a_stream_remembers_keeps_its_dtype() -> None:
