@@ -79,7 +79,7 @@ CHECKS = (
     Check("FLASH-pytorch", "peers", ("tests/foreign/test_flash_pytorch.py",)),
     Check("wandb", "wandb", tracker="wandb"),
     Check("numpy", "", ("tests/data", "tests/evaluation")),
-    Check("safetensors", "", ("tests/test_checkpoint.py", "tests/test_save.py", "tests/foreign")),
+    Check("safetensors", "", ("tests/test_checkpoint.py", "tests/foreign")),
     Check("tyro", "", ("tests/cli",)),
     Check("rich", "", ("tests/cli", "tests/runs")),
     Check("tensorboardX", "", ("tests/runs",)),

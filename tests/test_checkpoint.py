@@ -1,4 +1,4 @@
-"""Checkpoints: which one is loaded, every kind of damage to them, and files of other versions."""
+"""Checkpoints: which one is loaded, every kind of damage, files of other versions, and models saved outside of a run."""
 
 import json
 import re
@@ -15,13 +15,16 @@ from lineartime import checkpoint as checkpoints
 from lineartime.checkpoint import FORMAT, TrainingState, load_tokenizer, write_files
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
+from lineartime.layers import FLASH
 
 MOMENTS = "optimizer/moments.safetensors"
+TOKENIZER = ByteTokenizer()
 Save = Callable[..., Path]
+Tiny = Callable[..., Any]
 
 
 @pytest.fixture
-def save(tiny: Callable[..., Any], tmp_path: Path) -> Save:
+def save(tiny: Tiny, tmp_path: Path) -> Save:
     """`save(3, loss=2.0)`: a checkpoint of step 3, as training writes it, in the run `tmp_path`."""
 
     def write(step: int, loss: float | None = 1.0, **options: Any) -> Path:
@@ -29,7 +32,7 @@ def save(tiny: Callable[..., Any], tmp_path: Path) -> Save:
         (path / "optimizer").mkdir(parents=True)
         save_file({"exp_avg": torch.arange(3.0)}, path / MOMENTS)
         state = TrainingState(step, "99 tokens", {"rows": 3}, {"preset": "flash-tiny"}, validation_loss=loss)
-        write_files(path, model.state_dict(), model.config, ByteTokenizer(), state)
+        write_files(path, model.state_dict(), model.config, TOKENIZER, state)
         return path
 
     return write
@@ -220,3 +223,92 @@ def test_fields_that_are_missing_take_their_defaults_and_options_that_are_gone_a
     rewrite(path / "training.json", without("step"))
     with pytest.raises(LineartimeError, match="step is missing"):
         checkpoints.read_training_state(path)
+
+
+# Models saved outside of a run ----------------------------------------------------------------------------------------
+
+
+def test_saved_model_is_the_same_when_loaded(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny(dropout=0.1)  # in training mode
+    folder = lineartime.save(model, TOKENIZER, str(tmp_path / "new" / "model"))
+    assert folder == tmp_path / "new" / "model"
+    loaded = lineartime.load(str(folder))
+    assert loaded.config == model.config
+    assert not loaded.training
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert lineartime.load_tokenizer(folder).to_json() == TOKENIZER.to_json()
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]  # nothing half written
+
+
+def test_model_that_could_not_be_read_back_is_not_saved(tiny: Tiny, tmp_path: Path) -> None:
+    infinite, beyond, extended = tiny(), tiny().double(), tiny()
+    with torch.no_grad():
+        infinite.backbone.embedding.weight[0, 0] = torch.nan
+        beyond.backbone.embedding.weight[0, 0] = 1e300  # infinite in float32
+    extended.backbone.register_parameter("more", torch.nn.Parameter(torch.zeros(1)))
+    wrong: list[tuple[Any, Any, str]] = [
+        (infinite, TOKENIZER, "model has numbers in backbone.embedding.weight that are not finite"),
+        (beyond, TOKENIZER, "model has numbers in backbone.embedding.weight that are not finite"),
+        (tiny(vocab_size=300), TOKENIZER, "tokenizer has 258 tokens, but the model's vocabulary has 300"),
+        (extended, TOKENIZER, "model could not be loaded again: model.safetensors has the tensor 'backbone.more'"),
+        (tiny().to("meta"), TOKENIZER, "model has backbone.embedding.weight on the meta device, where it has no values"),
+        (tiny().to(torch.float8_e4m3fn), TOKENIZER, "model could not be loaded again: .* is of type F8_E4M3, but must be"),
+        (torch.nn.Linear(2, 2), TOKENIZER, "model is of type Linear, but must be a language model"),
+        (tiny(), "bytes", "tokenizer is of type str"),
+    ]
+    for model, tokenizer, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            lineartime.save(model, tokenizer, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+class Ungated(FLASH):
+    def apply_gate(self, gate: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return attended
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda block: setattr(block.mixer, "normalization", "paper"),
+            "model has normalization = 'paper' in backbone.blocks.0.mixer, but 'count' in its config, so another model would "
+            "be loaded: build it with normalization='paper'",
+        ),
+        (
+            lambda block: setattr(block.mixer.norm, "eps", 1e-3),
+            "model has eps = 0.001 in backbone.blocks.0.mixer.norm, but 1e-05",
+        ),
+        (
+            lambda block: setattr(block, "mixer", Ungated(16, d_qk=8, chunk_size=8, causal=True)),
+            r"model has a Ungated as backbone.blocks.0.mixer, but a FLASH in its config.*: save its state_dict\(\) instead",
+        ),
+    ],
+)
+def test_model_that_would_be_loaded_as_another_function_is_not_saved(
+    tiny: Tiny, change: Callable[[Any], None], message: str, tmp_path: Path
+) -> None:
+    model = tiny()
+    change(model.backbone.blocks[0])
+    with pytest.raises(ArgumentError, match=f"^{message}"):
+        lineartime.save(model, TOKENIZER, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_model_is_loaded_in_float32_whatever_the_default_dtype_is(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny()
+    lineartime.save(model, TOKENIZER, tmp_path / "model")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        loaded = lineartime.load(tmp_path / "model")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_model_whose_blocks_share_weights_is_saved_with_a_copy_for_each(tmp_path: Path) -> None:
+    model = lineartime.build("flash-tiny", d_model=16, n_blocks=2, d_qk=8, chunk_size=8)
+    first, second = model.backbone.blocks
+    second.mixer = first.mixer
+    loaded = lineartime.load(lineartime.save(model, TOKENIZER, tmp_path / "model"))
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in model.state_dict().items())
