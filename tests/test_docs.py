@@ -195,7 +195,7 @@ def test_mechanism_that_is_added_as_its_page_says_keeps_the_contract(tmp_path: P
         assert text.count(before) == 1
         where.write_text(text.replace(before, added + before))
 
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "src"), str(ROOT)])}
     contract = shutil.copy(ROOT / "tests" / "layers" / "test_mixer_contract.py", tmp_path)
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", "linear-relu2"]
     result = subprocess.run([*tests, contract], cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.definitions import assert_same_with_gradients
 from tests.layers.test_mixer_contract import CASES, D_MODEL
 from tests.layers.test_mixer_contract import build as mixer_of
 from torch import Tensor, nn
@@ -57,11 +58,7 @@ def test_exported_layer_is_the_definition_at_other_batch_sizes_and_lengths(name:
         length = shortest + more
         x, mask = tokens(batch, length), torch.rand(batch, length) > 0.3
         given = (x, mask) if masked else (x,)
-        out, expected = program(*given), layer(*given)
-        torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-9)
-        direction = torch.randn_like(out)
-        gradients = [torch.autograd.grad((y * direction).sum(), x)[0] for y in (out, expected)]
-        torch.testing.assert_close(*gradients, atol=1e-9, rtol=1e-9)
+        assert_same_with_gradients(program(*given), layer(*given), [x], atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["flash", pytest.param("gau", marks=pytest.mark.nightly)])

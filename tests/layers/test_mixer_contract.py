@@ -14,9 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.definitions import SizesWritten, assert_same_with_gradients, noisy
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lineartime.foreign.mixers import PostNorm, post_norm
 from lineartime.layers import FLASH
@@ -119,10 +118,7 @@ def fresh(name: str, causal: bool, d_model: int = D_MODEL, **others: Any) -> Mix
 def build(name: str, causal: bool, token_shift: bool = False) -> Mixer:
     """The mixer with weights far from their small initial values, so that everything in it has a say."""
     torch.manual_seed(1)
-    mixer = fresh(name, causal, token_shift=token_shift)
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
+    mixer: Mixer = noisy(fresh(name, causal, token_shift=token_shift))
     return mixer
 
 
@@ -152,11 +148,7 @@ def test_extend_over_any_cutting_is_the_forward_pass(name: str, cuts: list[int])
         piece, state = mixer.extend(tokens, state)
         pieces.append(piece)
     assert state.position.tolist() == [sum(cuts)] * 2
-    outputs = torch.cat(pieces, 1), mixer(x)
-    torch.testing.assert_close(*outputs, atol=1e-9, rtol=1e-9)
-    direction = torch.randn_like(x)
-    gradients = [torch.autograd.grad((out * direction).sum(), x)[0] for out in outputs]
-    torch.testing.assert_close(*gradients, atol=1e-8, rtol=1e-8)
+    assert_same_with_gradients(torch.cat(pieces, 1), mixer(x), [x], atol=1e-8, rtol=1e-8)
 
 
 @every_causal_mechanism
@@ -267,17 +259,10 @@ def test_pack_of_any_lengths_equals_its_documents_alone(name: str, causal: bool,
     mixer = build(name, causal, token_shift=len(lengths) % 2 == 0).double()
     ends = [0, *accumulate(lengths)]
     x = torch.randn(1, ends[-1], D_MODEL, dtype=torch.float64, requires_grad=True)
-    direction = torch.randn_like(x)
     with small_parts():
         packed = mixer(x, cu_seqlens=torch.tensor(ends))
     alone = torch.cat([mixer(x[:, start:stop]) for start, stop in pairwise(ends)], 1)
-    torch.testing.assert_close(packed, alone, atol=1e-10, rtol=1e-9)
-    wanted = [x, *mixer.parameters()]
-    gradients = (
-        torch.autograd.grad((out * direction).sum(), wanted, allow_unused=True, materialize_grads=True)
-        for out in (packed, alone)
-    )
-    torch.testing.assert_close(*gradients, atol=1e-8, rtol=1e-8)
+    assert_same_with_gradients(packed, alone, [x, *mixer.parameters()], atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", [name for name in CAUSAL if fresh(name, True).reads_prefix])
@@ -295,18 +280,6 @@ def test_pack_of_other_lengths_with_padding_and_prefixes_equals_its_documents_al
         torch.testing.assert_close(packed[:, start:stop][:, real], alone, atol=1e-10, rtol=0)
 
 
-class CountsNumbers(TorchDispatchMode):
-    """Counts the numbers that operations write, and so what they cost in time and, all being kept, in memory."""
-
-    written = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.written += sum(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))
-        return out
-
-
 @every_mechanism_in_both_directions
 def test_pack_costs_what_its_documents_cost(name: str, causal: bool) -> None:
     """However much longer than the others one document is."""
@@ -315,9 +288,9 @@ def test_pack_costs_what_its_documents_cost(name: str, causal: bool) -> None:
     lengths = [2] * 300 + [12] * 30 + [longest]
 
     def cost(tokens: int, ends: list[int] | None) -> int:
-        with torch.no_grad(), CountsNumbers() as counts:
+        with torch.no_grad(), SizesWritten() as written:
             mixer(torch.zeros(1, tokens, D_MODEL), None, None if ends is None else torch.tensor(ends))
-        return counts.written
+        return sum(written.sizes)
 
     alone = sum(count * cost(tokens, None) for tokens, count in Counter(lengths).items())
     assert cost(sum(lengths), [0, *accumulate(lengths)]) < 3 * alone

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.definitions import assert_drawn_alike
+from tests.definitions import assert_drawn_alike, kept_bytes
 from torch import Tensor
 
 import lineartime
@@ -207,19 +207,10 @@ def test_offloaded_embedding_cannot_compute_logits() -> None:
 
 def loss_gradients_and_kept_bytes(model: LanguageModel, **options: Any) -> tuple[list[Tensor], int]:
     """The bytes that the graph holds between the passes, parameters aside."""
-    kept: dict[int, int] = {}
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-    def keep(x: Tensor) -> Tensor:
-        if x.untyped_storage().data_ptr() not in parameters:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
     torch.manual_seed(1)
     ids = torch.randint(0, 30, (2, 65))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss = model.loss(ids[:, :-1], ids[:, 1:], **options)
-    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], sum(kept.values())
+    loss, kept = kept_bytes(lambda: model.loss(ids[:, :-1], ids[:, 1:], **options), but=model.parameters())
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], kept
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.definitions import assert_same_with_gradients
 from tests.ops import cases
 from tests.pairs import every_pair
 from torch import Tensor
@@ -111,11 +112,8 @@ def test_earlier_tokens_are_those_of_the_document_with_their_gradients(case: str
         known = own if recent is not None else torch.zeros_like(own)
         pairs = [earlier_by_definition(*each) for each in zip(documents_of(packing, x), [n] * len(own), known, strict=True)]
         expected = torch.cat([each for each, _ in pairs], 1)
-        assert torch.equal(torch.stack(before), expected)
         assert after is None if recent is None else torch.equal(after, torch.stack([last for _, last in pairs]))
-        direction = torch.randn_like(expected)
-        found, wanted = (torch.autograd.grad((y * direction).sum(), x)[0] for y in (torch.stack(before), expected))
-        torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+        assert_same_with_gradients(torch.stack(before), expected, [x], atol=1e-12)
 
 
 def test_what_a_stream_remembers_keeps_its_dtype() -> None:

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tests.definitions import assert_same_with_gradients
 from tests.ops.cases import CASES, assert_same, bias_of, maps_of, near, options_of, packing_of
 from tests.pairs import every_pair
 from torch import Tensor
@@ -165,5 +166,4 @@ def test_pytorch_can_check_and_compile_the_tiled_form() -> None:
         return attend(*x[:2], None, None, x[2], packing_of(2, 10), options)[0]
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    results = [[out, *torch.autograd.grad(out.square().sum(), leaves)] for out in (run(*leaves), compiled(*leaves))]
-    assert_same(*results, 1e-5)
+    assert_same_with_gradients(compiled(*leaves), run(*leaves), leaves, atol=1e-5)
