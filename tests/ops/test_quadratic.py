@@ -1,6 +1,5 @@
 """The forms of GAU's attention: blocks of queries in plain PyTorch, and tiles for CPUs."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -33,16 +32,13 @@ LENGTH = 2 * BLOCK + 88
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks and tiles of 4 queries, and memory full of NaN where nobody has written to it."""
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and tiles of 4 queries."""
     for module, name, value in ((mixed_chunk, "BLOCK", 4), (quadratic, "QUERIES", 4), (quadratic, "SCORES", 128)):
         monkeypatch.setattr(module, name, value)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("small_blocks", "compiler")
+@pytest.mark.usefixtures("small_blocks", "poisoned_memory", "compiler")
 @every_pair(
     form=[("tiled", "relu2"), ("torch", "relu2"), ("torch", "softmax")],
     case=["chunks", "ragged", "left", "holes", "masked pack", "prefixes, left"],

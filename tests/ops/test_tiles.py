@@ -4,7 +4,7 @@ C = 4 and tiles of 8 tokens in most tests, so that sequences have several tiles,
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,15 +30,6 @@ TILED = [name for name in CASES if "prefix" not in name]
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE_TOKENS", 8)
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """PyTorch's deterministic mode, in which memory that nobody has written to is full of NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def by_definition(projected: Projected, packing: Packing, options: MixedChunkOptions, rotated: int) -> Tensor:
