@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -112,28 +113,21 @@ def compiled_is_whole() -> None:
 
 def only_states_cross() -> None:
     sent: list[int] = []
-    real_gather, real_reduce = dist.all_gather, dist.all_reduce
 
-    def gather(parts: list[Tensor], x: Tensor, **options: Any) -> None:
-        sent.append(x.numel())
-        real_gather(parts, x, **options)
-
-    def reduce(x: Tensor, **options: Any) -> None:
-        sent.append(x.numel())
-        real_reduce(x, **options)
+    def noted(send: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **options: sent.append(given[-1].numel()) or send(*given, **options)
 
     ids, targets = make_batch()
     state, half_token = 2 * D_QK * D_VALUE, 2 * 4  # batch x s x e, and batch x half of d
     for task, token_shift in itertools.product(("clm", "mlm"), (False, True)):
         model = make_model(task, token_shift=token_shift)
-        dist.all_gather, dist.all_reduce = gather, reduce
-        loss = model.total_loss(slice_of(ids), slice_of(targets), context=world())
-        forward = 2 * [*([half_token] if token_shift else []), state]  # of two layers
-        assert sent == [2, *forward], sent  # and the shape of the slices
-        loss.backward()
+        with patch.multiple(dist, all_gather=noted(dist.all_gather), all_reduce=noted(dist.all_reduce)):
+            loss = model.total_loss(slice_of(ids), slice_of(targets), context=world())
+            forward = 2 * [*([half_token] if token_shift else []), state]  # of two layers
+            assert sent == [2, *forward], sent  # and the shape of the slices
+            loss.backward()
         assert sent == [2, *forward, *reversed(forward)], sent
         sent.clear()
-        dist.all_gather, dist.all_reduce = real_gather, real_reduce
 
 
 def what_cannot_be_split_is_refused() -> None:
