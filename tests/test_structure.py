@@ -173,7 +173,7 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
     "all source": 30820,
-    "all tests": 22470,
+    "all tests": 21940,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
