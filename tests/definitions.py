@@ -1,10 +1,12 @@
 """The definition of attention in ops/oracle.py, for rows [B, T, s] and [B, T, e], with the divisors "count"; comparisons."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lineartime.ops import MixedChunkOptions, Scales, oracle
 from lineartime.ops.activations import Activation
@@ -14,11 +16,49 @@ from lineartime.ops.mixed_chunk import reciprocal
 def assert_same_function(fast: Callable[..., Tensor], oracle: Callable[..., Tensor], *inputs: Tensor) -> None:
     """In float64, values and all gradients agree to 1e-10."""
     inputs = tuple(x.double().detach().requires_grad_() for x in inputs)
-    outputs = fast(*inputs), oracle(*inputs)
-    torch.testing.assert_close(*outputs, atol=1e-10, rtol=0)
-    direction = torch.randn_like(outputs[0])
-    gradients = [torch.autograd.grad((out * direction).sum(), inputs, materialize_grads=True) for out in outputs]
-    torch.testing.assert_close(*gradients, atol=1e-10, rtol=0)
+    assert_same_with_gradients(fast(*inputs), oracle(*inputs), inputs, atol=1e-10)
+
+
+def assert_same_with_gradients(
+    found: Tensor, expected: Tensor, inputs: Sequence[Tensor], *, atol: float, rtol: float = 0.0
+) -> None:
+    """Two tensors agree, and so do the gradients of the inputs that they were computed from."""
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+    if inputs:
+        direction = torch.randn_like(expected)
+        gradients = (
+            torch.autograd.grad((out * direction).sum(), inputs, allow_unused=True, materialize_grads=True)
+            for out in (found, expected)
+        )
+        torch.testing.assert_close(*gradients, atol=atol, rtol=rtol)
+
+
+class SizesWritten(TorchDispatchMode):
+    """Notes how many numbers each operation writes to each of its results, and so what it costs in time and memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.sizes += [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        return out
+
+
+def kept_bytes(run: Callable[[], Any], *, but: Iterable[Tensor] = ()) -> tuple[Any, int]:
+    """What is returned, and the bytes of other tensors than `but` that its graph holds for a backward pass."""
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        result = run()
+    known = {x.untyped_storage().data_ptr() for x in but}
+    return result, sum(size for place, size in kept.items() if place not in known)
 
 
 def noisy(module: nn.Module, size: float = 0.3) -> Any:

@@ -8,6 +8,7 @@ goes to the standard output, in Markdown.
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,12 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-import torch
-
 ROOT = Path(__file__).parents[1]
 
 MUTATIONS = Path(__file__).with_suffix(".txt")
+OPTIONS = ["-q", "-x", "-n", "0", "-m", "not nightly", "-p", "no:cacheprovider", "--tb=no"]
 
 
 class Mutation(NamedTuple):
@@ -56,37 +55,17 @@ def find(mutation: Mutation, source: Path) -> str | None:
 def run(mutation: Mutation, source: Path) -> tuple[bool, str]:
     """Whether a test noticed the mutation in a copy of src/, and which test did or what was run."""
     file = source / "lineartime" / mutation.file
-    before, times = file.read_text(), file.stat()
+    before = file.read_text()
     file.write_text(before.replace(mutation.old, mutation.new))
-    os.utime(file, (times.st_atime + 9, times.st_mtime + 9))  # otherwise, what was compiled before might be taken
-    output, status = source / "output.txt", 3  # pytest's status after an error of its own
-    try:
-        if (child := os.fork()) == 0:
-            try:
-                status = run_tests(mutation.tests.split(), source, output)
-            finally:
-                os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    finally:
-        file.write_text(before)
-        os.utime(file, (times.st_atime, times.st_mtime))
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+?::\w+|\S+)", output.read_text(), re.MULTILINE)
-    if status == 1 and failed is not None:
+    tests = [sys.executable, "-m", "pytest", *OPTIONS, *mutation.tests.split()]
+    # Without compiled files, which would be taken for those of the text before.
+    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(tests, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    file.write_text(before)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+?::\w+|\S+)", done.stdout, re.MULTILINE)
+    if done.returncode == 1 and failed is not None:
         return True, failed[1]
-    return False, mutation.tests if status == 0 else f"pytest ended with status {status}"
-
-
-def run_tests(tests: list[str], source: Path, output: Path) -> int:
-    """Run tests in this process, which has PyTorch already, with the library in `source`; the status of pytest."""
-    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(written, 1), os.dup2(written, 2)
-    os.chdir(ROOT)
-    os.environ["PYTHONPATH"] = str(source)
-    sys.path[:0] = [str(source), str(ROOT)]
-    sys.dont_write_bytecode = True
-    torch.set_num_threads(1)
-    options = ["-q", "-x", "-n", "0", "-m", "not nightly", "-p", "no:cacheprovider", "--tb=no"]
-    return int(pytest.main([*options, *tests]))
+    return False, mutation.tests if done.returncode == 0 else f"pytest ended with status {done.returncode}"
 
 
 def main(names: list[str]) -> int:
@@ -98,7 +77,7 @@ def main(names: list[str]) -> int:
     survived = 0
     print("| mutation | file | noticed | by | s |\n|---|---|---|---|--:|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(shutil.copytree(ROOT / "src", Path(folder) / "src"))
+        source = shutil.copytree(ROOT / "src", Path(folder) / "src", ignore=shutil.ignore_patterns("__pycache__"))
         for mutation in chosen:
             begin, problem = time.perf_counter(), find(mutation, source)
             noticed, by = (False, problem) if problem is not None else run(mutation, source)

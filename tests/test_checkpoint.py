@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 import lineartime
 from lineartime import checkpoint as checkpoints
 from lineartime.checkpoint import FORMAT, TrainingState, load_tokenizer, write_files
-from lineartime.cli import main
 from lineartime.data import ByteTokenizer
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.layers import FLASH
@@ -231,17 +230,6 @@ def test_saved_model_is_the_same_when_loaded(tiny: Tiny, tmp_path: Path) -> None
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert lineartime.load_tokenizer(folder).to_json() == TOKENIZER.to_json()
     assert [path.name for path in folder.parent.iterdir()] == ["model"]  # nothing half written
-
-
-def test_commands_read_a_saved_model(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(lineartime.save(tiny(), TOKENIZER, tmp_path / "model"))
-    assert main(["generate", folder, "--prompt", "a", "--max-tokens", "3"]) == 0
-    (tmp_path / "text.txt").write_text("what a saved model is measured on\n" * 20)
-    measured = ["--data", str(tmp_path / "text.txt"), "--context-length", "16", "--cache", str(tmp_path / "cache")]
-    assert main(["eval", folder, *measured]) == 0
-    assert "nats per token" in capsys.readouterr().out
-    masked = lineartime.build("flash-tiny", "mlm", d_model=16, n_blocks=1, d_qk=8)
-    assert main(["fill", str(lineartime.save(masked, TOKENIZER, tmp_path / "masked")), "--text", "[MASK]"]) == 0
 
 
 def test_model_that_could_not_be_read_back_is_not_saved(tiny: Tiny, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import onnxruntime
 import pytest
 import torch
@@ -102,11 +101,10 @@ def batch(preset: str, size: tuple[int, int]) -> tuple[Tensor, ...]:
     return (ids, torch.rand(size) > 0.3) if TEXTS[preset][0] == "mlm" else (ids,)
 
 
-def run_onnx(file: Path, *inputs: Tensor) -> Tensor:
-    session = onnxruntime.InferenceSession(str(file))
+def run_onnx(session: onnxruntime.InferenceSession, *inputs: Tensor) -> list[Tensor]:
     names = [given.name for given in session.get_inputs()]
-    (out,) = session.run(None, dict(zip(names, [x.numpy() for x in inputs], strict=True)))
-    return torch.from_numpy(out)
+    outputs = session.run(None, dict(zip(names, [x.numpy() for x in inputs], strict=True)))
+    return [torch.from_numpy(out) for out in outputs]
 
 
 @pytest.mark.parametrize("preset", TEXTS)
@@ -151,13 +149,13 @@ def test_programs_run_without_lineartime(stepping: Stepping, reading: Reading, t
 @pytest.mark.parametrize("preset", TEXTS)
 def test_text_in_onnx_gives_the_logits_of_the_model(preset: str, reading: Reading, tmp_path: Path) -> None:
     model, exported = reading(preset)
-    file = write_onnx(exported, tmp_path / "text.onnx")
-    shapes = {given.name: given.shape for given in onnxruntime.InferenceSession(str(file)).get_inputs()}
+    session = onnxruntime.InferenceSession(str(write_onnx(exported, tmp_path / "text.onnx")))
+    shapes = {given.name: given.shape for given in session.get_inputs()}
     assert shapes == {name: ["batch", "length"] for name in ("ids", "mask")[: len(batch(preset, (1, 1)))]}
     with torch.no_grad():
         for size in SIZES:
             inputs = batch(preset, size)
-            torch.testing.assert_close(run_onnx(file, *inputs), model(*inputs), atol=1e-4, rtol=0)
+            torch.testing.assert_close(run_onnx(session, *inputs)[0], model(*inputs), atol=1e-4, rtol=0)
 
 
 class Layers(nn.ModuleList):
@@ -178,11 +176,11 @@ def test_layers_with_every_option_are_the_same_in_onnx(kind: str, tmp_path: Path
         return torch.randn(batch, length, D_MODEL), torch.rand(batch, length) > 0.3
 
     program = torch.export.export(layers, given(2, 30), dynamic_shapes=(sizes, sizes))
-    file = write_onnx(program, tmp_path / "layers.onnx")
+    session = onnxruntime.InferenceSession(str(write_onnx(program, tmp_path / "layers.onnx")))
     with torch.no_grad():
         for batch, length in SIZES:
             inputs = given(batch, length)
-            torch.testing.assert_close(run_onnx(file, *inputs), layers(*inputs), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(run_onnx(session, *inputs)[0], layers(*inputs), atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -234,13 +232,11 @@ def test_step_in_onnx_gives_the_logits_of_the_model(stepping: Stepping, tmp_path
     (model, program), ids = stepping, torch.randint(0, 40, (3, 20))
     session = onnxruntime.InferenceSession(str(write_onnx(program, tmp_path / "step.onnx")))
     assert [file.name for file in tmp_path.iterdir()] == ["step.onnx"]
-    names = [given.name for given in session.get_inputs()]
-    dtypes = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
-    state = [np.zeros((3, *given.shape[1:]), dtypes[given.type]) for given in session.get_inputs()[1:]]
-    logits = []
+    dtypes = {"tensor(float)": torch.float32, "tensor(int64)": torch.int64}
+    state, logits = [torch.zeros(3, *x.shape[1:], dtype=dtypes[x.type]) for x in session.get_inputs()[1:]], []
     for token in ids.split(1, 1):
-        out, *state = session.run(None, dict(zip(names, [token.numpy(), *state], strict=True)))
-        logits.append(torch.from_numpy(out))
+        out, *state = run_onnx(session, token, *state)
+        logits.append(out)
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(logits, 1), model(ids), atol=1e-4, rtol=0)
 

@@ -11,7 +11,7 @@ import lineartime
 from lineartime import text_generation
 from lineartime.data import ByteTokenizer, JsonTokenizer, Tokenizer
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.generation import Sampling
+from lineartime.generation import Sampling, read_prompt
 from lineartime.text_generation import Continuation, fill_mask, generate_samples, generate_text
 
 Tiny = Callable[..., Any]
@@ -173,13 +173,20 @@ def test_what_cannot_be_filled_is_named(tiny: Tiny) -> None:
         fill_mask(model, BYTES, "[MASK]")
 
 
-def test_changed_weights_fill_gaps_anew_in_an_autocast_of_the_caller(tiny: Tiny) -> None:
-    model = tiny(task="mlm", noise=0.3).eval()
+@pytest.mark.parametrize(
+    ("task", "use"),
+    [
+        ("clm", lambda model: read_prompt(model, [1, 2, 3]).logits.tolist()),
+        ("mlm", lambda model: fill_mask(model, BYTES, "a[MASK]")),
+    ],
+)
+def test_changed_weights_are_read_anew_in_an_autocast_of_the_caller(task: Any, use: Callable[..., Any], tiny: Tiny) -> None:
+    model = tiny(task=task, noise=0.3).eval()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        before = fill_mask(model, BYTES, "a[MASK]")
+        before = use(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(-2)
-        after = fill_mask(model, BYTES, "a[MASK]")
+        after = use(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert after == fill_mask(model, BYTES, "a[MASK]") != before
+        assert after == use(model) != before

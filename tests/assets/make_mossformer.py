@@ -5,8 +5,9 @@ safetensors and torch. What it wrote is tests/assets/mossformer, to which test_m
 modelscope 1.40.2 and clearvoice 0.1.2 gave the same outputs for these weights.
 """
 
-import importlib.util
+import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,12 @@ class ScaleNorm(torch.nn.Module):
         return normed
 
 
-def layer_class(file: Path) -> Any:
-    """FLASH_ShareA_FFConvM of a file, without importing its package."""
-    spec = importlib.util.spec_from_file_location("theirs", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.FLASH_ShareA_FFConvM
-
-
 def main() -> None:
-    package = importlib.util.find_spec("funasr")
+    package = find_spec("funasr")  # a file of it alone, since its import needs its dependencies
     assert package is not None
-    assert package.submodule_search_locations
-    theirs = layer_class(Path(package.submodule_search_locations[0]) / "models" / "mossformer" / "mossformer.py")
+    assert package.origin is not None
+    file = Path(package.origin).parent / "models" / "mossformer" / "mossformer.py"
+    theirs = runpy.run_path(str(file))["FLASH_ShareA_FFConvM"]
     for name, causal, norm in (("scalenorm", False, ScaleNorm), ("layernorm-causal", True, torch.nn.LayerNorm)):
         torch.manual_seed(0)
         layer = theirs(**SIZES, causal=causal, norm_klass=norm, rotary_pos_emb=RotaryEmbedding(dim=4)).double().eval()

@@ -1,3 +1,6 @@
+"""Texts alone, together, and that begin and end at any step; what is drawn, and steps that are recorded."""
+
+import dataclasses
 import gc
 import weakref
 from functools import partial
@@ -7,7 +10,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from tests.definitions import SizesWritten
 
 import lineartime
 from lineartime import generation
@@ -16,34 +19,44 @@ from lineartime.generation import Sampling, TextBatch, decoding, generate, gener
 from lineartime.generation.decoding import draw, pick
 from lineartime.models import CausalLM
 from lineartime.native import why_not_native
+from lineartime.ops.state import State
 
 GREEDY = Sampling(temperature=0.0)
-
-
 systems = partial(pytest.mark.parametrize, "model", indirect=True)
 
 
-@systems(["flash", "flash-quad", "transformer++ shifted"])
-def test_greedy_text_is_that_of_the_forward_pass(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.no_grad()
+def by_forward_passes(model: CausalLM, prompt: list[int], count: int, penalty: float = 1.0) -> list[int]:
+    """The likeliest tokens, one after another, each from a whole forward pass."""
+    ids, prefix = list(prompt), torch.tensor([len(prompt)]) if model.config.task == "prefix-lm" else None
+    for _ in range(count):
+        logits = model(torch.tensor([ids]), prefix_lengths=prefix)[0, -1]
+        for token in set(ids):
+            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+        ids.append(int(logits.argmax()))
+    return ids[len(prompt) :]
+
+
+def texts_of(batch: TextBatch, numbers: list[int], count: int) -> list[list[int]]:
+    """The tokens that so many steps draw for each of the texts with these numbers."""
+    steps = [batch.step() for _ in range(count)]
+    return [[tokens[number] for tokens in steps] for number in numbers]
+
+
+@systems(
+    ["flash shifted", "flash-quad", "transformer++ shifted"]
+    + [f"{name} prefix-lm" for name in ("flash", "hybrid-gau", "transformer++")]
+)
+def test_greedy_texts_are_those_of_the_forward_pass_alone_and_together(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(prompts.PREFILL, "cpu", 4)  # a prompt in several pieces
-    prompt = torch.randint(0, 40, (11,)).tolist()
-    ids = list(prompt)
-    for _ in range(20):
-        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    assert list(generate(model, prompt, 20, GREEDY)) == ids[11:]
-
-
-class Largest(TorchDispatchMode):
-    """The most floating-point numbers that an operation has returned in one tensor."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
-                self.numbers = max(self.numbers, x.numel())
-        return out
+    # Some fill their chunk on the way, and some are equally long.
+    given = [torch.randint(0, 40, (length,)).tolist() for length in (1, 14, 16, 37, 16)]
+    expected = [by_forward_passes(model, prompt, 12) for prompt in given]
+    assert [list(generate(model, prompt, 12, GREEDY)) for prompt in given] == expected
+    assert generate_batch(model, given, 12, GREEDY) == expected
+    assert generate_batch(model, [], 12, GREEDY) == []
 
 
 @systems(["flash shifted"])
@@ -51,19 +64,10 @@ def test_no_tensor_grows_with_a_prompt_beyond_a_piece(model: CausalLM, monkeypat
     monkeypatch.setitem(prompts.PREFILL, "cpu", 64)
     sizes = []
     for length in (128, 512):
-        with Largest() as largest, torch.no_grad():
+        with SizesWritten() as written, torch.no_grad():
             prompts.prefill_batch(model, torch.randint(0, 40, (1, length)))
-        sizes.append(largest.numbers)
+        sizes.append(max(size for size in written.sizes if size != length))  # but for the ids
     assert sizes[0] == sizes[1]
-
-
-@systems(["flash shifted", "flash-quad", "transformer++"])
-def test_prompts_of_any_lengths_continue_together_as_they_would_alone(model: CausalLM) -> None:
-    lengths = [1, 14, 16, 37, 16]  # some fill their chunk on the way, and some are equally long
-    prompts = [torch.randint(0, 40, (length,)).tolist() for length in lengths]
-    together = generate_batch(model, prompts, 12, GREEDY)
-    assert together == [list(generate(model, prompt, 12, GREEDY)) for prompt in prompts]
-    assert generate_batch(model, [], 12, GREEDY) == []
 
 
 def test_text_that_stops_does_not_stop_the_others(model: CausalLM) -> None:
@@ -145,18 +149,6 @@ def test_picking_from_a_large_vocabulary_is_by_the_sums_of_ranked_probabilities(
     assert pick(logits, Sampling(1.0, 0, top_p), uniform).tolist() == expected
 
 
-@torch.no_grad()
-def penalized_text(model: CausalLM, prompt: list[int], count: int, penalty: float) -> list[int]:
-    """The likeliest tokens, one after another, each from a whole forward pass."""
-    ids = list(prompt)
-    for _ in range(count):
-        logits = model(torch.tensor([ids]))[0, -1]
-        for token in set(ids):
-            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
-        ids.append(int(logits.argmax()))
-    return ids[len(prompt) :]
-
-
 @pytest.mark.parametrize("logits", [[3.0, 2.0], [-1.0, -1.5]])
 def test_penalty_makes_seen_tokens_less_likely_whatever_the_sign_of_their_logits(logits: list[float]) -> None:
     seen, sampling = torch.tensor([[True, False]]), Sampling(0.0, repetition_penalty=2.0)
@@ -168,15 +160,11 @@ def test_penalty_makes_seen_tokens_less_likely_whatever_the_sign_of_their_logits
 @pytest.mark.parametrize(("model", "penalty"), [("flash", 1.3), ("transformer++", 0.5)], indirect=["model"])
 def test_tokens_of_the_prompt_and_of_the_text_are_penalised(model: CausalLM, penalty: float) -> None:
     sampling, given = Sampling(0.0, repetition_penalty=penalty), [[1, 2, 3, 2], [5], list(range(4, 30))]
-    expected = [penalized_text(model, prompt, 12, penalty) for prompt in given]
+    expected = [by_forward_passes(model, prompt, 12, penalty) for prompt in given]
     assert [list(generate(model, prompt, 12, sampling)) for prompt in given] == expected
     assert generate_batch(model, given, 12, sampling) == expected
     batch = TextBatch(model, sampling)
-    texts: dict[int, list[int]] = {batch.add(prompt): [] for prompt in given}
-    for _ in range(12):
-        for number, token in batch.step().items():
-            texts[number].append(token)
-    assert list(texts.values()) == expected
+    assert texts_of(batch, [batch.add(prompt) for prompt in given], 12) == expected
     assert expected != [list(generate(model, prompt, 12, GREEDY)) for prompt in given]
 
 
@@ -264,21 +252,6 @@ def test_equal_prompts_are_read_once(model: CausalLM, monkeypatch: pytest.Monkey
     assert read == [(1, 2), (3,)]
 
 
-@systems(["flash prefix-lm", "transformer++ prefix-lm"])
-def test_prefix_model_reads_its_prompt_in_both_directions(model: CausalLM) -> None:
-    prompts = [torch.randint(0, 40, (length,)).tolist() for length in (1, 11, 40)]  # 40: more than a chunk
-    written = [list(generate(model, prompt, 8, GREEDY)) for prompt in prompts]
-    for prompt, text in zip(prompts, written, strict=True):
-        ids = list(prompt)
-        for _ in range(8):
-            ids.append(int(model(torch.tensor([ids]), prefix_lengths=torch.tensor([len(prompt)]))[0, -1].argmax()))
-        assert text == ids[len(prompt) :]
-    assert generate_batch(model, prompts, 8, GREEDY) == written
-    logits, state = model.read_prefix(torch.tensor([prompts[1]]))
-    torch.testing.assert_close(logits, model(torch.tensor([prompts[1]]), prefix_lengths=torch.tensor([11])))
-    assert state.position.tolist() == [11]
-
-
 @systems(["flash", "transformer++"])
 def test_logits_that_are_not_finite_are_an_error_and_not_a_text(model: CausalLM) -> None:
     with torch.no_grad():
@@ -287,13 +260,93 @@ def test_logits_that_are_not_finite_are_an_error_and_not_a_text(model: CausalLM)
         list(generate(model, [1, 2], 3))
 
 
-def test_changed_weights_are_read_anew_in_an_autocast_of_the_caller(model: CausalLM) -> None:
-    model.float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        before = read_prompt(model, [1, 2, 3]).logits
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(-2)
-        after = read_prompt(model, [1, 2, 3]).logits
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert after.tolist() == read_prompt(model, [1, 2, 3]).logits.tolist() != before.tolist()
+# Texts that begin and end at any step ---------------------------------------------------------------------------------
+
+
+@systems(["flash shifted", "flash-quad", "hybrid-attention", "combiner", "flash prefix-lm"])
+def test_texts_that_come_and_go_are_continued_as_each_alone(model: CausalLM) -> None:
+    prompts = [torch.randint(0, 40, (length,)).tolist() for length in (3, 40, 1, 20, 5)]
+    wanted = [12, 3, 9, 1, 7]  # tokens of each text
+    begins = [0, 0, 2, 5, 2]  # the step before which each text is added
+    batch, numbers, texts = TextBatch(model, GREEDY), dict[int, int](), [list[int]() for _ in prompts]
+    for step in range(20):
+        for place, prompt in enumerate(prompts):
+            if begins[place] == step:
+                numbers[batch.add(prompt)] = place
+        for number, token in batch.step().items():
+            place = numbers[number]
+            texts[place].append(token)
+            if len(texts[place]) == wanted[place]:
+                batch.remove(number)
+    assert len(batch) == 0
+    assert texts == [list(generate(model, prompt, count, GREEDY)) for prompt, count in zip(prompts, wanted, strict=True)]
+
+
+def test_text_may_begin_with_a_state(model: CausalLM) -> None:
+    state, batch = read_prompt(model, [1, 2, 3]), TextBatch(model, GREEDY)
+    numbers = [batch.add([4], state), batch.add([], state), batch.add([1, 2, 3, 4])]
+    texts = texts_of(batch, numbers, 8)
+    assert texts[0] == texts[2] == list(generate(model, [1, 2, 3, 4], 8, GREEDY))
+    assert texts[1] == list(generate(model, [1, 2, 3], 8, GREEDY))
+
+
+def test_unchanged_batch_copies_no_state(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined, join, batch = [], State.concatenate, TextBatch(model)
+    monkeypatch.setattr(State, "concatenate", lambda states: joined.append(len(states)) or join(states))
+    first = batch.add([1])
+    batch.add([2])
+    texts_of(batch, [], 5)
+    assert joined == [2]
+    batch.remove(first)
+    batch.add([3])
+    texts_of(batch, [], 5)
+    assert joined == [2, 1, 2]  # the new text joins when its first token is to be read
+
+
+def test_text_with_a_sampling_of_its_own_is_that_of_generate_whatever_else_is_drawn(model: CausalLM) -> None:
+    own = [Sampling(1.0, seed=5), Sampling(1.3, top_k=7, seed=6, repetition_penalty=1.4), GREEDY, Sampling(1.0, seed=8)]
+    batch = TextBatch(model, Sampling(0.9, seed=1))
+    shared = batch.add([9, 9])
+    numbers = [batch.add([place, 4], sampling=sampling) for place, sampling in enumerate(own)]
+    begun = texts_of(batch, numbers, 1)
+    batch.remove(shared)
+    for place, (first, rest) in enumerate(zip(begun, texts_of(batch, numbers, 9), strict=True)):
+        assert first + rest == list(generate(model, [place, 4], 10, own[place]))
+    with pytest.raises(ArgumentError, match=r"^sampling is 0.8"):
+        batch.add([1], sampling=0.8)  # type: ignore[arg-type]
+
+
+def test_mistakes_are_named() -> None:
+    model = lineartime.build("transformer-tiny", d_model=16, n_blocks=1, n_heads=2, vocab_size=40, max_positions=4).eval()
+    batch = TextBatch(model)
+    number = batch.add([1, 2, 3])
+    batch.step(), batch.step()
+    with pytest.raises(ArgumentError, match=r"^number 0 is a text of 4 tokens, the most this model reads: remove it"):
+        batch.step()
+    batch.remove(number)
+    with pytest.raises(ArgumentError, match=r"^number is 0, but must be that of a text in this batch, as `add` returned it"):
+        batch.remove(number)
+    assert batch.step() == {}
+    with pytest.raises(ArgumentError, match=r"^prompt is empty"):
+        batch.add([])
+    assert batch.add([1]) == 1
+
+
+@systems(["flash", "transformer++"])
+def test_text_that_fails_does_not_change_the_others(model: CausalLM) -> None:
+    batch, texts = TextBatch(model, GREEDY), list[int]()
+    good = batch.add([1, 2, 3])
+    state = read_prompt(model, [5, 6])
+    for step in range(12):
+        if step == 4:  # its first token can be drawn; what comes after is not finite
+            damaged = state.state.map(lambda x: torch.full_like(x, torch.nan) if x.is_floating_point() else x)
+            bad = batch.add([], dataclasses.replace(state, state=damaged))
+        if step == 5:
+            for _ in range(3):
+                with pytest.raises(
+                    LineartimeError, match=rf"^The logits of text {bad} are not finite: remove it from the batch"
+                ):
+                    batch.step()
+            batch.remove(bad)
+        texts.append(batch.step()[good])
+    assert texts == list(generate(model, [1, 2, 3], 12, GREEDY))

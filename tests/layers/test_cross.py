@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.definitions import cross_attention_oracle, noisy
+from tests.definitions import assert_same_with_gradients, cross_attention_oracle, noisy
 from torch import Tensor
 
 from lineartime.layers.cross import CrossGAU
@@ -37,11 +37,8 @@ def test_cross_gau_and_its_gradients_are_those_of_its_formula(n_heads: int, gate
     heads = zip(*(part.chunk(n_heads, -1) for part in (q, k, v)), strict=True)
     attended = torch.cat([cross_attention_oracle(*head, source_mask=mask, activation=activation) for head in heads], -1)
     expected = x + F.linear(u * attended if gated else attended, layer.to_output.weight, layer.to_output.bias)
-    out, weights = layer(x, source, source_mask=mask), torch.randn_like(x)
-    torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
-    parts = [x, source, *layer.parameters()]
-    gradients = [torch.autograd.grad((each * weights).sum(), parts) for each in (out, expected)]
-    torch.testing.assert_close(*gradients, atol=1e-12, rtol=0)
+    found = layer(x, source, source_mask=mask)
+    assert_same_with_gradients(found, expected, [x, source, *layer.parameters()], atol=1e-12)
 
 
 @pytest.mark.parametrize("n_heads", [1, 4])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.definitions import assert_same_with_gradients
 from tests.layers.test_mixer_contract import CASES, D_MODEL
 from tests.layers.test_mixer_contract import build as mixer_of
 from torch import Tensor, nn
@@ -57,11 +58,7 @@ def test_exported_layer_is_the_definition_at_other_batch_sizes_and_lengths(name:
         length = shortest + more
         x, mask = tokens(batch, length), torch.rand(batch, length) > 0.3
         given = (x, mask) if masked else (x,)
-        out, expected = program(*given), layer(*given)
-        torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-9)
-        direction = torch.randn_like(out)
-        gradients = [torch.autograd.grad((y * direction).sum(), x)[0] for y in (out, expected)]
-        torch.testing.assert_close(*gradients, atol=1e-9, rtol=1e-9)
+        assert_same_with_gradients(program(*given), layer(*given), [x], atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["flash", pytest.param("gau", marks=pytest.mark.nightly)])
@@ -125,13 +122,19 @@ def test_layer_streams_before_and_after_a_stream_is_exported(layer: Mixer, used:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")  # of PyTorch's jvp
 @pytest.mark.parametrize("name", ["flash", pytest.param("gau", marks=pytest.mark.nightly)])
-def test_program_has_prefixes_and_every_derivative(name: str) -> None:
+def test_program_has_masked_prefixes_and_every_derivative(name: str) -> None:
     layer = build(name, causal=True)
     batch, length = Dim("batch", min=1, max=64), Dim("length", min=8, max=60)
-    example, sizes = (tokens(3, 37), None, None, torch.tensor([0, 5, 20])), ({0: batch, 1: length}, None, None, {0: batch})
-    program = export(layer, example, dynamic_shapes=sizes).module()
+    sizes, example = {0: batch, 1: length}, (tokens(3, 37), torch.rand(3, 37) > 0.3, None, torch.tensor([0, 5, 20]))
+    program = export(layer, example, dynamic_shapes=(sizes, sizes, None, {0: batch})).module()
+    for size in ((2, 9), (3, 19)):
+        x, mask = tokens(*size), torch.rand(size) > 0.3
+        rest = mask, None, (torch.rand(size[0]) * (mask.sum(1) + 1)).long()
+        set_backend(layer, "oracle")
+        torch.testing.assert_close(program(x, *rest), layer(x, *rest), atol=1e-10, rtol=1e-9)
+    with pytest.raises(RuntimeError, match="prefix_lengths must be from 0 to the number of real tokens of each row"):
+        program(x, mask, None, torch.tensor([0, 0, 20]))
     set_backend(layer, "torch")
-    x, rest = tokens(2, 19), (None, None, torch.tensor([7, 19]))
     twice = []
     for run in (program, layer):
         (gradient,) = torch.autograd.grad(run(x, *rest).square().sum(), x, create_graph=True)

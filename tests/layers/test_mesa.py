@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.definitions import noisy
+from tests.definitions import assert_same_with_gradients, noisy
 from torch import Tensor
 
 from lineartime.layers import set_backend
@@ -44,11 +44,6 @@ def by_definition(layer: FLASHMesa, x: Tensor, prefix: int = 0) -> Tensor:
     return layer.after(x, layer.to_output(F.silu(gate) * out))
 
 
-def with_gradients(layer: FLASHMesa, x: Tensor, out: Tensor) -> list[Tensor]:
-    direction = (torch.arange(out.numel(), dtype=x.dtype) % 7 - 3).view_as(out)
-    return [out, *torch.autograd.grad((out * direction).sum(), [x, *layer.parameters()], materialize_grads=True)]
-
-
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"{length} tokens": (length, {}) for length in (1, 4, 5, 17, 34)},
     "mask": (34, {"mask": torch.arange(34) % 7 % 3 != torch.tensor([[0], [1]])}),
@@ -73,8 +68,7 @@ def test_every_form_is_the_definition(backend: Any, case: str, causal: bool, mon
             at = real[start:stop].nonzero()[:, 0] + start
             expected = expected.index_put((torch.tensor(row), at), by_definition(layer, x[row, at], prefixes[row]))
     set_backend(layer, backend)
-    found = with_gradients(layer, x, layer(x, **options))
-    torch.testing.assert_close(found, with_gradients(layer, x, expected), atol=1e-10, rtol=1e-10)
+    assert_same_with_gradients(layer(x, **options), expected, [x, *layer.parameters()], atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -89,8 +83,7 @@ def test_streams_are_rows_however_they_are_cut(gradients: bool, backend: Any, si
             out, state = layer.extend(piece, state)
             outputs.append(out)
         found, whole = torch.cat(outputs, 1), layer(x)
-    pairs = [with_gradients(layer, x, out) if gradients else [out] for out in (found, whole)]
-    torch.testing.assert_close(*pairs, atol=1e-10, rtol=1e-10)
+    assert_same_with_gradients(found, whole, [x, *layer.parameters()] if gradients else [], atol=1e-10, rtol=1e-10)
 
 
 def test_mesa_has_a_first_and_a_second_derivative() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from tests.definitions import assert_same_with_gradients
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -31,10 +32,8 @@ DEFINITIONS: list[tuple[RelativeBias, Any]] = [
 @pytest.mark.parametrize(("bias", "definition"), DEFINITIONS)
 @pytest.mark.parametrize("n", [1, 7, 300])
 def test_bias_is_that_of_each_distance(bias: RelativeBias, definition: Any, n: int) -> None:
-    bias, weights, results = bias.double(), torch.randn(2 * n - 1, dtype=torch.float64), []
-    for out in (bias(n), definition(bias, torch.arange(1 - n, n))):
-        results.append((out.detach(), *torch.autograd.grad((out * weights).sum(), list(bias.parameters()))))
-    torch.testing.assert_close(*results, atol=1e-12, rtol=0)
+    bias = bias.double()
+    assert_same_with_gradients(bias(n), definition(bias, torch.arange(1 - n, n)), [*bias.parameters()], atol=1e-12)
 
 
 @pytest.mark.parametrize("layer", [FLASH(8, d_qk=4, chunk_size=16), ForeignGAU(8, d_qk=4, bias_form="buckets")])

@@ -1,20 +1,16 @@
 """Layers that read a prefix in both directions and the rest causally."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.layers.test_mixer_contract import CAUSAL, CHUNK, D_MODEL
+from tests.layers.test_mixer_contract import CAUSAL, CHUNK, D_MODEL, ONE_OF_EACH, fresh
 from tests.layers.test_mixer_contract import build as mixer_of
 from torch import Tensor
-from torch.export import Dim, export
-from torch.func import functional_call, grad, jvp, vmap
 
 from lineartime.errors import ArgumentError, LineartimeError
-from lineartime.layers import FLASH, GAU, set_backend
+from lineartime.layers import FLASH, GAU
 from lineartime.layers.mixer import READ_PREFIX, Mixer
-from lineartime.models.config import KINDS
 
 LENGTH = 2 * CHUNK + 3
 READERS = [name for name in CAUSAL if mixer_of(name, True).reads_prefix]
@@ -76,60 +72,13 @@ def test_left_padded_prefixes_of_different_lengths_begin_streams_as_each_would_a
 
 def test_layers_without_a_prefix_form_and_layers_that_look_both_ways_say_so() -> None:
     lengths, x = torch.tensor([1]), torch.zeros(1, 3, D_MODEL)
-    for kind, mixer in KINDS["mixer"].items():
-        if not mixer.reads_prefix and kind in ("flash-local", "performer", "linformer", "reformer"):
-            layer = mixer(D_MODEL, causal=mixer.why_not_causal is None, **({} if kind == "flash-local" else {"n_heads": 2}))
-            for read in (lambda x, layer=layer: layer(x, prefix_lengths=lengths), layer.read_prefix):
-                with pytest.raises(
-                    LineartimeError, match=rf"{mixer.__name__} does not support prefixes: only {READ_PREFIX} do"
-                ):
-                    read(x)
+    for name in set(ONE_OF_EACH) - set(READERS):
+        layer = fresh(name, causal=name in CAUSAL)
+        message = rf"{type(layer).__name__} does not support prefixes: only {READ_PREFIX} do"
+        for arguments, read in (({"prefix_lengths": lengths}, layer), ({}, layer.read_prefix)):
+            with pytest.raises(LineartimeError, match=message):
+                read(x, **arguments)
     layer = FLASH(D_MODEL, d_qk=4, chunk_size=CHUNK)
     for read in (lambda: layer(x, prefix_lengths=lengths), lambda: layer.read_prefix(x)):
         with pytest.raises(ArgumentError, match="causal is False, but prefixes need a causal FLASH: build it with causal=True"):
             read()
-
-
-# PyTorch's forward-mode derivatives of its own functions are written in TorchScript.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script(_method)?` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", ["flash", "gau", "attention"])
-def test_transforms_of_torch_func_read_prefixes(name: str) -> None:
-    layer, x = build(name), tokens()
-    parameters = dict(layer.named_parameters())
-
-    def one(x: Tensor, length: Tensor) -> Tensor:
-        return functional_call(layer, parameters, (x[None],), {"prefix_lengths": length[None]}).square().sum()
-
-    inputs = x.detach().requires_grad_()
-    (exact,) = torch.autograd.grad(layer(inputs, prefix_lengths=PREFIXES).square().sum(), inputs)
-    close(vmap(grad(one))(x, PREFIXES), exact)
-    tangent = torch.randn_like(x)
-    _, along = jvp(lambda x: layer(x, prefix_lengths=PREFIXES).square().sum(), (x,), (tangent,))
-    close(along, (exact * tangent).sum())
-
-
-def exported(layer: Mixer) -> Any:
-    sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=8, max=60)}
-    example = tokens(3, 21), torch.rand(3, 21) > 0.3, None, torch.tensor([0, 1, 2])
-    return export(layer, example, dynamic_shapes=(sizes, sizes, None, {0: sizes[0]})).module()
-
-
-def compiled(layer: Mixer) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
-
-
-# PyTorch's own, where a user does not see them.
-@pytest.mark.filterwarnings(
-    "ignore:.*(treespec|LeafSpec|isinstance).*:FutureWarning", "ignore:.*torch.jit.script_method.*:DeprecationWarning"
-)
-@pytest.mark.parametrize(("name", "form"), [("flash", exported), pytest.param("flash", compiled, marks=pytest.mark.nightly)])
-def test_traced_layers_read_other_lengths_and_prefixes(name: str, form: Callable[[Mixer], Any]) -> None:
-    program, reference = form(build(name)), build(name)
-    set_backend(reference, "oracle")
-    for batch, length in ((2, 9), (3, 15)):
-        x, mask = tokens(batch, length), torch.rand(batch, length) > 0.3
-        lengths = (torch.rand(batch) * (mask.sum(1) + 1)).long()
-        close(program(x, mask, None, lengths), reference(x, mask, None, lengths))
-    with pytest.raises(RuntimeError, match="prefix_lengths must be from 0 to the number of real tokens of each row"):
-        program(x, mask, None, torch.tensor([0, 0, length + 1]))

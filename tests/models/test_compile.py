@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.definitions import assert_same_with_gradients
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -61,21 +62,23 @@ def read(layer: Any, x: Tensor, *rest: Any, vary: dict[int, list[int]] | None = 
 
 
 @nightly
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_compiled_layer_reads_other_packs_without_a_graph_break_or_compiling_again(name: str) -> None:
+def test_compiled_layer_reads_other_packs_without_a_graph_break_or_compiling_again(name: str, masked: bool) -> None:
     layer, reference = LAYERS[name]().double(), LAYERS[name]().double()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     reference.load_state_dict(layer.state_dict())
     set_backend(reference, "oracle")
     for index, ends in enumerate(PACKS):
         x, cu_seqlens = torch.randn(1, ends[-1], 16, dtype=torch.float64), torch.tensor(ends)
+        mask = torch.rand(1, ends[-1]) > 0.4 * (1 + index // 2) if masked else None  # at last, all of it is padding
         # FLASH compiles once more at the second pack, where the number of chunks passes a power of two.
         with torch._dynamo.config.patch(error_on_recompile=index > int("flash" in name)):
-            fast = read(compiled, x, None, cu_seqlens, vary={0: [1], 2: [0]})
-        torch.testing.assert_close(fast, read(reference, x, None, cu_seqlens), atol=1e-9, rtol=0)
+            fast = read(compiled, x, mask, cu_seqlens, vary={0: [1], 2: [0], **({1: [1]} if masked else {})})
+        torch.testing.assert_close(fast, read(reference, x, mask, cu_seqlens), atol=1e-9, rtol=0)
     with pytest.raises(RuntimeError, match="cu_seqlens must be nondecreasing from 0 to the number of tokens of the row"):
         compiled(torch.randn(1, 50, 16, dtype=torch.float64), None, torch.tensor([0, 30, 20, 50]))
-    if name == "gau with a table":
+    if not masked and name == "gau with a table":
         with pytest.raises(RuntimeError, match=r"max_length is 36, .* but a sequence has more tokens"):
             compiled(torch.randn(1, 50, 16, dtype=torch.float64), None, torch.tensor([0, 40, 45, 50]))
 
@@ -102,15 +105,17 @@ def test_compiled_pack_of_a_gau_has_the_scores_of_one_row(options: dict[str, Any
 
 
 @nightly
+@pytest.mark.parametrize("prefixes", [False, True])
 @pytest.mark.parametrize("name", ["flash with a token shift", "gau"])
-def test_compiled_layer_reads_other_masks_without_compiling_again(name: str) -> None:
+def test_compiled_layer_reads_other_masks_and_prefixes_without_compiling_again(name: str, prefixes: bool) -> None:
     layer = LAYERS[name]()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for index, (batch, length) in enumerate([(2, 40), (3, 45), (4, 52)]):
         x, mask = torch.randn(batch, length, 16), (torch.rand(batch, length) > 0.4).long()
+        rest, vary = ((None, mask.sum(1) // 2), {0: [0, 1], 1: [0, 1], 3: [0]}) if prefixes else ((), {0: [0, 1], 1: [0, 1]})
         with torch._dynamo.config.patch(error_on_recompile=index > 0):
-            fast = read(compiled, x, mask, vary={0: [0, 1], 1: [0, 1]})
-        torch.testing.assert_close(fast, read(layer, x, mask.bool()), atol=1e-5, rtol=0)
+            fast = read(compiled, x, mask, *rest, vary=vary)
+        torch.testing.assert_close(fast, read(layer, x, mask.bool(), *rest), atol=1e-5, rtol=0)
     with pytest.raises(RuntimeError, match="mask has values other than 0 and 1"):
         compiled(torch.randn(2, 41, 16), 2 * torch.ones(2, 41, dtype=torch.long))
 
@@ -136,11 +141,11 @@ def test_compiled_training_of_plain_attention_has_the_values_and_gradients_of_ea
     if name == "gau with a hook":
         layer.to_gate_value_base.register_forward_hook(lambda module, inputs, out: 2 * out)
     torch.nn.init.normal_(layer.to_gate_value_base.bias)
-    x, results = torch.randn(2, 40, 16, dtype=torch.float64), []
-    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)):
-        out = call(x)
-        results.append((out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))))
-    torch.testing.assert_close(results[1], results[0], atol=1e-11, rtol=1e-11)
+    x, compiled = (
+        torch.randn(2, 40, 16, dtype=torch.float64),
+        torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False),
+    )
+    assert_same_with_gradients(compiled(x), layer(x), list(layer.parameters()), atol=1e-11, rtol=1e-11)
 
 
 # Blocks and models ----------------------------------------------------------------------------------------------------
@@ -150,13 +155,10 @@ def test_compiled_training_of_plain_attention_has_the_values_and_gradients_of_ea
 @pytest.mark.parametrize("preset", ["flash-tiny", "transformer++-tiny"])
 def test_all_blocks_share_one_compilation_and_keep_their_function_and_names(preset: str) -> None:
     model, ids = small(preset, n_blocks=4), torch.randint(0, 30, (2, 41))
-    results, names = [], list(model.state_dict())
-    for compiled in (False, True):
-        if compiled:
-            model.compile_blocks()
-        loss = model.loss(ids[:, :-1], ids[:, 1:])
-        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True)))
-    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
+    expected, names = model.loss(ids[:, :-1], ids[:, 1:]), list(model.state_dict())
+    model.compile_blocks()
+    loss = model.loss(ids[:, :-1], ids[:, 1:])
+    assert_same_with_gradients(loss, expected, list(model.parameters()), atol=1e-5, rtol=1e-4)
     assert counters["stats"]["unique_graphs"] == 1
     assert list(model.state_dict()) == names
 

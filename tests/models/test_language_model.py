@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.definitions import assert_drawn_alike
+from tests.definitions import assert_drawn_alike, kept_bytes
 from torch import Tensor
 
 import lineartime
@@ -118,26 +118,6 @@ def test_padding_on_the_right_needs_no_learned_positions(tiny: Any) -> None:
     close(model(F.pad(ids, (0, 2)), torch.arange(10)[None] < 8)[:, :8], model(ids))
 
 
-# Prefixes -------------------------------------------------------------------------------------------------------------
-
-HYBRID = {"pattern": ("flash", "gau", "attention"), "n_blocks": 3}
-
-
-@pytest.mark.parametrize(
-    ("system", "options"), [("flash", {}), ("flash-quad", {"max_length": 20}), ("transformer++", {}), ("flash", HYBRID)]
-)
-def test_prefix_is_read_both_ways_and_what_follows_from_it_causally(tiny: Any, system: str, options: Any) -> None:
-    model = tiny(system, "prefix-lm", noise=0.3, vocab_size=16, **{"n_blocks": 3, **options}).double().eval()
-    ids, lengths = torch.randint(0, 16, (2, 19)), torch.full((2,), 11)
-    whole = model(ids, prefix_lengths=lengths)
-    first, state = model.read_prefix(ids[:, :11])
-    close(torch.cat([first, model.extend(ids[:, 11:], state)[0]], 1), whole)
-    other = ids.clone()
-    other[:, 11:] = 15 - other[:, 11:]
-    assert torch.equal(model(other, prefix_lengths=lengths)[:, :11], whole[:, :11])
-    assert not torch.allclose(model(ids)[:, :10], whole[:, :10])
-
-
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +154,9 @@ def test_losses_are_the_cross_entropy_of_the_logits_summed_and_averaged_over_tar
         model.recompute_blocks()
     ids, mask, lengths = torch.randint(0, 50, (2, 19)), torch.arange(19) >= torch.tensor([[0], [4]]), torch.tensor([9, 2])
     targets = ids.roll(-1, 1).masked_fill(torch.rand(2, 19) < 0.5, -100)
-    expected = F.cross_entropy(model(ids, mask, None, lengths).flatten(0, 1), targets.flatten(), reduction="sum")
+    logits = model(ids, mask, None, lengths)
+    assert not torch.allclose(logits, model(ids, mask))
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     torch.testing.assert_close(model.total_loss(ids, targets, mask=mask, prefix_lengths=lengths), expected)
     loss = model.loss(ids, targets, mask=mask, prefix_lengths=lengths)
     torch.testing.assert_close(loss, expected / (targets != -100).sum())
@@ -225,19 +207,10 @@ def test_offloaded_embedding_cannot_compute_logits() -> None:
 
 def loss_gradients_and_kept_bytes(model: LanguageModel, **options: Any) -> tuple[list[Tensor], int]:
     """The bytes that the graph holds between the passes, parameters aside."""
-    kept: dict[int, int] = {}
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-    def keep(x: Tensor) -> Tensor:
-        if x.untyped_storage().data_ptr() not in parameters:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
     torch.manual_seed(1)
     ids = torch.randint(0, 30, (2, 65))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss = model.loss(ids[:, :-1], ids[:, 1:], **options)
-    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], sum(kept.values())
+    loss, kept = kept_bytes(lambda: model.loss(ids[:, :-1], ids[:, 1:], **options), but=model.parameters())
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], kept
 
 
 @pytest.mark.parametrize(

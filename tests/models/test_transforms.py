@@ -152,21 +152,29 @@ def test_jacobians_and_hessians_of_a_layer_are_those_of_plain_pytorch(layer: FLA
     torch.testing.assert_close(curvature, expected)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_transforms_shift_tokens_by_the_mask_and_the_documents(packed: bool) -> None:
-    layer = FLASH(16, d_qk=8, chunk_size=8, token_shift=True).double()
+@pytest.mark.parametrize(
+    ("kind", "options", "case"),
+    [
+        *((FLASH, {"chunk_size": 8, "token_shift": True}, case) for case in ("mask", "pack", "prefix")),
+        (GAU, {}, "prefix"),
+        (Attention, {"n_heads": 2}, "prefix"),
+    ],
+)
+def test_transforms_read_masks_documents_and_prefixes(kind: Any, options: Any, case: str) -> None:
+    layer = kind(16, causal=case == "prefix", **options, **({} if kind is Attention else {"d_qk": 8})).double()
     x, mask = tokens(3, 1, 37, 16), torch.rand(3, 1, 37) > 0.3
-    cu_seqlens = torch.tensor([0, 5, 37]) if packed else None
+    cu_seqlens, prefixes = torch.tensor([0, 5, 37]) if case == "pack" else None, torch.tensor([[0], [9], [12]])
 
-    def read(x: Tensor, mask: Tensor) -> Tensor:
-        return layer(x, mask, cu_seqlens)
+    def read(x: Tensor, mask: Tensor, prefix: Tensor) -> Tensor:
+        return layer(x, mask, cu_seqlens, prefix if case == "prefix" else None)
 
-    out, tangent = jvp(lambda x: vmap(read)(x, mask), (x,), (x.flip(0),))
+    found, along = jvp(lambda x: vmap(read)(x, mask, prefixes).square().sum(), (x,), (x.flip(0),))
+    gradients = vmap(grad(lambda *each: read(*each).square().sum()))(x, mask, prefixes)
     set_backend(layer, "torch")
-    expected: Any
-    expected, wanted = torch.autograd.functional.jvp(lambda x: torch.stack([*map(read, x, mask)]), x, x.flip(0))
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(tangent, wanted)
+    expected = torch.stack([*map(read, x.requires_grad_(), mask, prefixes)]).square().sum()
+    (wanted,) = torch.autograd.grad(expected, x)
+    for pair in ((found, expected), (gradients, wanted), (along, (wanted * x.flip(0)).sum())):
+        torch.testing.assert_close(*pair)
 
 
 @pytest.mark.nightly

@@ -44,6 +44,8 @@ def test_kernels_that_cannot_run_say_why(installed: bool, reason: str, monkeypat
 def test_backend_that_the_op_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="backend is 'tiled', but must be one of 'auto', 'torch'"):
         choose_backend("tiled", ("torch",), torch.empty(1), torch.float32, "relu2")
+    with pytest.raises(ValueError, match="backend is 'tiled', which cannot run here: it has no activation 'softmax'"):
+        choose_backend("tiled", ALL, torch.empty(1), torch.float32, "softmax")
 
 
 @pytest.mark.parametrize("name", ["gamma", "beta"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.definitions import assert_same_with_gradients
 from tests.ops import cases
 from tests.pairs import every_pair
 from torch import Tensor
@@ -16,18 +17,13 @@ from torch import Tensor
 from lineartime import FLASH
 from lineartime.errors import LineartimeError
 from lineartime.ops import packing as packings
-from lineartime.ops.mixed_chunk import MixedChunkOptions, attend
 from lineartime.ops.packing import GROUP_COST, MAX_GROUPS, Packing, similar_documents
 from lineartime.ops.packing import describe as describe_on
 
 CPU = torch.device("cpu")
 ENDS = [0, 3, 3, 25, 27, 46, 47, 80]
 MASK = torch.arange(ENDS[-1]) % 5 != 2
-SIDES = {
-    "left": torch.arange(9) >= torch.tensor([[0], [4], [9]]),
-    "right": torch.arange(9) < torch.tensor([[9], [4], [0]]),
-    "holes": torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0, 1]]).bool(),
-}
+HOLES = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1, 0, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0, 1]]).bool()
 
 
 def describe(*shape: int, **options: Any) -> Packing:
@@ -48,7 +44,7 @@ CASES: dict[str, Any] = {
     "grouped pack": lambda: grouped(ENDS),
     "prefixes of a grouped pack": lambda: grouped(ENDS, mask=MASK[None], prefix=torch.tensor([2, 0, 9, 0, 10, 0, 4])),
     "streams": lambda: describe(3, 9, position=torch.tensor([5, 0, 3])),
-    "masked streams": lambda: describe(3, 9, mask=SIDES["holes"], position=torch.tensor([5, 0, 3])),
+    "masked streams": lambda: describe(3, 9, mask=HOLES, position=torch.tensor([5, 0, 3])),
     "streams at one place": lambda: describe(3, 9, position=torch.tensor([8, 8, 8])),
 }
 
@@ -73,16 +69,6 @@ def test_equal_rows_are_views() -> None:
             (grid,) = packing.grids(chunk_size, causal=True)
             for view in (grid.keys(packed), grid.queries(packed), grid.tokens(grid.keys(packed))):
                 assert view.data_ptr() == x.data_ptr()
-
-
-@pytest.mark.parametrize("mask", [torch.arange(30).view(3, 10) % 7 % 3 > 0, torch.arange(10) >= torch.tensor([[0], [4], [10]])])
-def test_real_tokens_of_rows_stand_in_order_and_zeros_come_back_at_padding(mask: Tensor) -> None:
-    x, packing = random(3, 10, 2), describe(3, 10, mask=mask)
-    packed = packing.pack(x.masked_fill(~mask[..., None], torch.nan))
-    assert torch.equal(packed, x[mask])
-    assert torch.equal(packing.unpack(packed), x * mask[..., None])
-    assert packing.position.tolist() == [place for count in mask.sum(1).tolist() for place in range(count)]
-    assert torch.equal(packing.document, mask.nonzero()[:, 0])
 
 
 def test_groups_of_a_pack_hold_its_real_tokens_shortest_documents_first() -> None:
@@ -126,25 +112,8 @@ def test_earlier_tokens_are_those_of_the_document_with_their_gradients(case: str
         known = own if recent is not None else torch.zeros_like(own)
         pairs = [earlier_by_definition(*each) for each in zip(documents_of(packing, x), [n] * len(own), known, strict=True)]
         expected = torch.cat([each for each, _ in pairs], 1)
-        assert torch.equal(torch.stack(before), expected)
         assert after is None if recent is None else torch.equal(after, torch.stack([last for _, last in pairs]))
-        direction = torch.randn_like(expected)
-        found, wanted = (torch.autograd.grad((y * direction).sum(), x)[0] for y in (torch.stack(before), expected))
-        torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
-
-
-@every_pair(cuts=[[9], [1] * 9, [0, 4, 0, 5, 0]], side=[None, *SIDES])
-def test_stream_has_the_earlier_tokens_of_a_row_however_it_is_cut(cuts: list[int], side: str | None) -> None:
-    x, recent, position, pieces = random(3, 9, 2), torch.zeros(3, 2, 2).double(), torch.zeros(3, dtype=torch.long), []
-    mask = torch.ones(3, 9, dtype=torch.bool) if side is None else SIDES[side]
-    for piece, real in zip(x.split(cuts, 1), mask.split(cuts, 1), strict=True):
-        packing = describe(*piece.shape, mask=None if side is None else real, position=position)
-        before, after = packing.earlier(packing.pack(piece), 2, recent)
-        assert after is not None
-        pieces.append(packing.unpack(torch.stack(before, 1)))
-        recent, position = after, position + real.sum(1)
-    whole = describe(3, 9, mask=mask)
-    assert torch.equal(torch.cat(pieces, 1), whole.unpack(torch.stack(whole.earlier(whole.pack(x), 2)[0], 1)))
+        assert_same_with_gradients(torch.stack(before), expected, [x], atol=1e-12)
 
 
 def test_what_a_stream_remembers_keeps_its_dtype() -> None:
@@ -216,35 +185,6 @@ def test_sums_over_chunks_stay_in_their_document_even_if_another_is_infinite(end
         torch.testing.assert_close(total, chunks[own].sum(0), atol=1e-12, rtol=0)
         for count, g in enumerate(own.tolist()):
             torch.testing.assert_close(before[g], chunks[own[:count]].sum(0), atol=1e-12, rtol=0)
-
-
-NIGHTLY = pytest.mark.nightly
-
-
-@pytest.mark.parametrize(
-    ("dynamic", "count"), [pytest.param(*case, marks=NIGHTLY) for case in ((True, 1), (True, 7), (None, 7))]
-)
-def test_compiled_code_makes_room_for_all_divisions(dynamic: bool | None, count: int) -> None:
-    scales = FLASH(16, d_qk=4, chunk_size=4).scales()
-
-    def run(v: Tensor, mask: Tensor | None, ends: Tensor | None) -> Tensor:
-        packing = describe(*v.shape, mask=mask, cu_seqlens=ends)
-        v = packing.pack(v)
-        maps = [v[..., :4] * scale for scale in (1, 2, 3, 4)]
-        return packing.unpack(attend(*maps, v, packing, MixedChunkOptions(4, causal=True, scales=scales))[0])
-
-    torch._dynamo.reset()
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    mask = MASK[None, :19]
-    packs = [([0, 5, 19], None), ([0, 0, 19], mask), ([0, 19, 19], ~mask), ([0, 1, 19], mask & False)]
-    rows = [(None, torch.rand(3, 19) > 0.4), (None, torch.ones(3, 19, dtype=torch.bool)), (None, torch.zeros(3, 19) > 0)]
-    divisions = [*rows, *packs][:count]
-    for ends, mask in divisions:
-        v, starts = random(1 if ends else 3, 19, 5), None if ends is None else torch.tensor(ends)
-        torch.testing.assert_close(compiled(v, mask, starts), run(v, mask, starts), atol=1e-12, rtol=0)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for ends, mask in [each for each in divisions if each[1] is not None]:  # the same code reads every division
-            compiled(random(1 if ends else 3, 19, 5), mask, None if ends is None else torch.tensor(ends))
 
 
 # Groups ---------------------------------------------------------------------------------------------------------------

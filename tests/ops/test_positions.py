@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from tests.definitions import assert_same_with_gradients
 from tests.pairs import every_pair
 from torch import Tensor
 
@@ -31,13 +32,11 @@ def test_bias_by_distance_is_read_at_key_minus_query_and_its_gradient_is_the_sum
     queries: int, keys: int
 ) -> None:
     values = torch.randn(queries + keys - 1, dtype=torch.float64, requires_grad=True)
-    bias, weights = by_distance(values, queries), torch.randn(queries, keys, dtype=torch.float64)
     distance = torch.arange(keys) - torch.arange(queries)[:, None] + queries - 1
-    assert torch.equal(bias, values[distance])
-    (gradient,) = torch.autograd.grad((bias * weights).sum(), values)
-    exact = torch.zeros_like(values).index_add(0, distance.flatten(), weights.flatten())
-    for found in (gradient, sum_by_distance(weights)):
-        torch.testing.assert_close(found, exact, atol=1e-12, rtol=0)
+    assert_same_with_gradients(by_distance(values, queries), values[distance], [values], atol=1e-12)
+    weights = torch.randn(queries, keys, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((values[distance] * weights).sum(), values)
+    torch.testing.assert_close(sum_by_distance(weights), gradient, atol=1e-12, rtol=0)
 
 
 def test_sinusoid_holds_sines_then_cosines() -> None:

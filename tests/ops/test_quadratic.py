@@ -1,18 +1,19 @@
 """The forms of GAU's attention: blocks of queries in plain PyTorch, and tiles for CPUs."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from tests.ops.cases import assert_same, bias_of, maps_of, near, options_of, packing_of
+from tests.definitions import assert_same_with_gradients
+from tests.ops.cases import CASES, assert_same, bias_of, maps_of, near, options_of, packing_of
 from tests.pairs import every_pair
 from torch import Tensor
 
-from lineartime.errors import ArgumentError
 from lineartime.machine import using_threads
 from lineartime.native import why_not_native
-from lineartime.ops import KVCache, quadratic
+from lineartime.ops import KVCache, mixed_chunk, quadratic
 from lineartime.ops.mixed_chunk import BLOCK, MixedChunkOptions, attend, attend_cached
 from lineartime.ops.packing import Packing
 
@@ -21,51 +22,38 @@ def values_and_gradients(inputs: list[Tensor], packing: Packing, options: MixedC
     """Of q, k, v and, if there is one, the bias by distance."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     if len(leaves) == 4:
-        options = MixedChunkOptions(None, options.causal, options.scales, options.activation, near(leaves[3]), options.backend)
+        options = replace(options, bias=near(leaves[3]))
     out, _ = attend(leaves[0], leaves[1], None, None, leaves[2], packing, options)
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
     return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
 
 
 LENGTH = 2 * BLOCK + 88
-MASK = torch.arange(LENGTH) % 7 != 3
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and tiles of 4 queries."""
+    for module, name, value in ((mixed_chunk, "BLOCK", 4), (quadratic, "QUERIES", 4), (quadratic, "SCORES", 128)):
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.mark.usefixtures("small_blocks", "poisoned_memory", "compiler")
 @every_pair(
-    backend=["tiled", "torch"],
-    case=["row", "mask", "pack", "prefix"],
-    activation=["relu2", "softmax"],
+    form=[("tiled", "relu2"), ("torch", "relu2"), ("torch", "softmax")],
+    case=["chunks", "ragged", "left", "holes", "masked pack", "prefixes, left"],
     causal=[True, False],
     normalization=["count", "paper"],
 )
-def test_blocks_of_queries_do_not_show(backend: Any, case: str, activation: Any, causal: bool, normalization: Any) -> None:
-    """Against all scores at once, of three blocks, the last one short."""
-    packing = packing_of(1, LENGTH, mask=MASK[None] if case == "mask" else None, **{
-        "pack": {"ends": [0, 30, LENGTH - 20, LENGTH]}, "prefix": {"prefix": [BLOCK + 40]}
-    }.get(case, {}))  # fmt: skip
+def test_blocks_of_queries_do_not_show(form: tuple[Any, Any], case: str, causal: bool, normalization: Any) -> None:
+    (backend, activation), packing = form, CASES[case]()
+    causal, inputs = causal or packing.prefix is not None, [*maps_of(packing.count, None), bias_of(None)]
     options = options_of(None, causal, activation=activation, normalization=normalization, backend=backend)
-    if activation == "softmax" and backend == "tiled":
-        with pytest.raises(ArgumentError, match="backend is 'tiled', which cannot run here: it has no activation 'softmax'"):
-            values_and_gradients(maps_of(packing.count, None), packing, options)
-        return
-    inputs = [*maps_of(packing.count, None), bias_of(None, LENGTH)]
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    q, k, v, bias = leaves
-    position = torch.cat([torch.arange(n) for n in packing.new.tolist()])
-    prefix = torch.zeros(1, dtype=torch.long) if packing.prefix is None else packing.prefix
-    t, j = position[:, None], position
-    visible = (packing.document[:, None] == packing.document) & ((j <= t) | (not causal) | ((t < prefix) & (j < prefix)))
-    count, of_document = visible.sum(1, keepdim=True), packing.new[packing.document][:, None]
-    score = options.scales.score if options.scales.score is not None else 1 / of_document
-    scores = q @ k.mT * score + bias[j - t + LENGTH - 1]
-    if activation == "softmax":
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    else:
-        weights = scores.relu().square() * visible * options.scales.row(count.double())
-    expected = weights @ v
-    direction = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
-    exact = [expected, *torch.autograd.grad((expected * direction).sum(), leaves)]
-    assert_same(values_and_gradients(inputs, packing, options), exact)
+    found, again, expected = (
+        values_and_gradients(inputs, packing, each) for each in (options, options, replace(options, backend="oracle"))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("starts", [(0, 0), (30, 30), (30, 7)])
@@ -128,33 +116,6 @@ def test_token_in_one_pass_is_the_plain_one(
 # Tiles ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quadratic, "QUERIES", 16)
-    monkeypatch.setattr(quadratic, "SCORES", 2048)
-
-
-@pytest.mark.usefixtures("small_tiles", "compiler")
-@every_pair(length=[1, 65], causal=[False, True], case=["rows", "mask", "pack"])
-def test_tiled_form_is_the_plain_one_at_ragged_lengths(length: int, causal: bool, case: str) -> None:
-    packing = {
-        "rows": lambda: packing_of(5, length),
-        "mask": lambda: packing_of(5, length, mask=torch.rand(5, length) > 0.3),
-        "pack": lambda: packing_of(1, length, ends=[0, length // 2, length // 2, length]),
-    }[case]()
-    inputs = [*maps_of(packing.count, None), bias_of(None, length)]
-    torch.use_deterministic_algorithms(True)  # which also fills fresh memory with NaN
-    try:
-        tiled, again, plain = (
-            values_and_gradients(inputs, packing, options_of(None, causal, backend=backend))
-            for backend in ("tiled", "tiled", "torch")
-        )
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(a, b) for a, b in zip(tiled, again, strict=True))
-    assert_same(tiled, plain)
-
-
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("dtype", "with_bias"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)])
 def test_tiled_errors_are_at_most_twice_those_of_plain_pytorch(dtype: torch.dtype, with_bias: bool) -> None:
@@ -201,5 +162,4 @@ def test_pytorch_can_check_and_compile_the_tiled_form() -> None:
         return attend(*x[:2], None, None, x[2], packing_of(2, 10), options)[0]
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    results = [[out, *torch.autograd.grad(out.square().sum(), leaves)] for out in (run(*leaves), compiled(*leaves))]
-    assert_same(*results, 1e-5)
+    assert_same_with_gradients(compiled(*leaves), run(*leaves), leaves, atol=1e-5)

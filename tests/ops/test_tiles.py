@@ -4,13 +4,14 @@ C = 4 and tiles of 8 tokens in most tests, so that sequences have several tiles,
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.definitions import assert_same_with_gradients, kept_bytes
 from tests.ops.cases import CASES, CHUNK, D_QK, D_VALUE, NORMALIZATIONS, assert_same, near, options_of, packing_of
 from tests.pairs import every_pair
 from torch import Tensor
@@ -29,15 +30,6 @@ TILED = [name for name in CASES if "prefix" not in name]
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "TILE_TOKENS", 8)
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """PyTorch's deterministic mode, in which memory that nobody has written to is full of NaN."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def by_definition(projected: Projected, packing: Packing, options: MixedChunkOptions, rotated: int) -> Tensor:
@@ -211,24 +203,12 @@ def test_tiles_read_the_streams_of_a_layer_where_they_begin_with_a_chunk(monkeyp
 # What PyTorch must know -----------------------------------------------------------------------------------------------
 
 
-def kept_bytes(run: Callable[[], object]) -> int:
-    kept: dict[int, int] = {}
-
-    def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        run()
-    return sum(kept.values())
-
-
 def test_neither_rotated_maps_nor_scores_nor_the_gated_output_are_kept() -> None:
     tokens, gamma, beta, bias = (x.float().requires_grad_() for x in inputs_of(512, chunk=64, d_qk=32, d_value=32))
     output, packing, options = torch.randn(3, 32, requires_grad=True), packing_of(1, 512), options_of(64, True, bias, d_qk=32)
 
     def kept(form: Callable[..., Tensor], output: Tensor | None) -> int:
-        return kept_bytes(lambda: form(Projected(tokens, None, gamma, beta, output), packing, options, 32))
+        return kept_bytes(lambda: form(Projected(tokens, None, gamma, beta, output), packing, options, 32))[1]
 
     inputs, attended, states, small = 512 * 96, 512 * 32, 8 * 32 * 32, 4 * 64 * 64
     rotations = 2 * 512 * 16  # the packing's, which all layers share
@@ -262,8 +242,7 @@ def test_pytorch_can_check_and_compile_it() -> None:
 
     leaves = (tokens, gamma, beta, bias)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    pairs = [[out, *torch.autograd.grad(out.square().sum(), leaves)] for out in (run(*leaves), compiled(*leaves))]
-    assert_same(*pairs, 1e-5)
+    assert_same_with_gradients(compiled(*leaves), run(*leaves), leaves, atol=1e-5)
 
 
 def test_second_derivative_is_refused_with_what_to_do() -> None:

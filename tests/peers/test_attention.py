@@ -116,18 +116,9 @@ def test_linformer_is_that_of_the_package(length: int) -> None:
     ours = randomized(Linformer(16, n_heads=2, n_landmarks=5, max_length=16, rope=False))
     nn.init.zeros_(ours.to_qkv.bias)
     theirs = peer("linformer").LinformerSelfAttention(16, 16, k=5, heads=2).double()
-    q, k, v = ours.to_qkv.weight.chunk(3)
-    theirs.load_state_dict(
-        {
-            "to_q.weight": q,
-            "to_k.weight": k,
-            "to_v.weight": v,
-            "proj_k": ours.mix_keys.mT,
-            "proj_v": ours.mix_values.mT,
-            "to_out.weight": ours.to_output.weight,
-            "to_out.bias": ours.to_output.bias,
-        }
-    )
+    weights = {f"to_{name}.weight": weight for name, weight in zip("qkv", ours.to_qkv.weight.chunk(3), strict=True)}
+    weights |= {"proj_k": ours.mix_keys.mT, "proj_v": ours.mix_values.mT}
+    theirs.load_state_dict(weights | {f"to_out.{name}": x for name, x in ours.to_output.named_parameters()})
     x = torch.randn(2, length, 16, dtype=torch.float64)
     torch.testing.assert_close(ours(x), x + theirs(ours.norm(x)), atol=1e-10, rtol=0)
 
@@ -154,23 +145,16 @@ def near(q: Tensor, k: Tensor, v: Tensor, causal: bool, chunks: int, **options: 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [8, 18])
-def test_quadratic_part_of_flash_with_softmax_is_local_attention(length: int, causal: bool) -> None:
+def test_quadratic_part_of_flash_with_softmax_is_local_attention_that_may_look_around(length: int, causal: bool) -> None:
     q, k, v = tokens(length)
     packing = describe(v.shape, device=v.device)
+    packed = [packing.pack(x) for x in (q, k, v)]
     options = MixedChunkOptions(CHUNK, causal, Scales(q.shape[-1] ** -0.5, reciprocal, reciprocal), "softmax")
-    out, _ = attend(packing.pack(q), packing.pack(k), None, None, packing.pack(v), packing, options)
-    torch.testing.assert_close(packing.unpack(out), near(q, k, v, causal, 0), atol=1e-10, rtol=0)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("length", [8, 18])
-def test_overlapping_chunks_with_softmax_are_local_attention_that_looks_around(length: int, causal: bool) -> None:
-    q, k, v = tokens(length)
+    own, _ = attend(*packed[:2], None, None, packed[2], packing, options)
     layer = FLASHOverlapping(8, d_qk=8, chunk_size=CHUNK, causal=causal, activation="softmax", relative_bias=False)
-    packing = describe(v.shape, device=v.device)
-    near_ones, _ = layer.attend_near(*map(packing.pack, (q, k, v)), packing, None)
-    out = packing.unpack(near_ones)
-    torch.testing.assert_close(out, near(q, k, v, causal, 1), atol=1e-10, rtol=0)
+    around, _ = layer.attend_near(packed[0], packed[1], packed[2], packing, None)
+    for chunks, out in enumerate((own, around)):
+        torch.testing.assert_close(packing.unpack(out), near(q, k, v, causal, chunks), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("causal", [False, True])

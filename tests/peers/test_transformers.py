@@ -1,22 +1,15 @@
-"""The Transformer, and the perplexity of a text, against GPT-2 of transformers with the same weights.
+"""The Transformer against GPT-2 of transformers with the same weights.
 
-How they differ, and what is done about it here:
-- GPT-2 has a tanh approximation of GELU, and dropout: neither here.
-- The loop that its documentation shows for perplexity does not predict the first token: an end of document stands before it
-  here, as our evaluation has it. It weights each window by one token less than it predicts after the first: not here.
+How they differ, and what is done about it here: GPT-2 has a tanh approximation of GELU, and dropout, neither here.
 """
 
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 from tests.peers.packages import peer, randomized
 from torch import Tensor
 
 import lineartime
-from lineartime.data import ByteTokenizer, TokenStream
-from lineartime.evaluation import evaluate_windowed
 from lineartime.models import CausalLM
 
 D_MODEL, HEADS, BLOCKS, VOCABULARY = 16, 2, 2, 258
@@ -65,34 +58,3 @@ def test_transformer_is_gpt2_also_with_padding() -> None:
     positions = (mask.cumsum(-1) - 1).clamp(min=0)  # it has to be told where the real tokens begin
     expected = theirs(ids, attention_mask=mask.long(), position_ids=positions).logits
     torch.testing.assert_close(model(ids, mask)[mask], expected[mask], atol=1e-10, rtol=0)
-
-
-def sliding_nats(theirs: Any, ids: Tensor, max_length: int, stride: int) -> tuple[float, int]:
-    """The mean nats of a token, and how many were predicted, by overlapping windows of a Hugging Face model: ids [1, T]."""
-    nats, predicted, seen = 0.0, 0, 0
-    for begin in range(0, ids.shape[1], stride):
-        end = min(begin + max_length, ids.shape[1])
-        window = ids[:, begin:end]
-        labels = window.clone()
-        labels[:, : seen - begin] = -100  # predicted before
-        new = int((labels[:, 1:] != -100).sum())  # it shifts labels itself, and does not predict the first
-        nats += theirs(window, labels=labels).loss.item() * new
-        predicted, seen = predicted + new, end
-        if end == ids.shape[1]:
-            break
-    return nats / predicted, predicted
-
-
-@pytest.mark.parametrize(("length", "stride"), [(16, 16), (16, 5), (200, 50)])
-def test_perplexity_by_windows_is_that_of_gpt2(length: int, stride: int) -> None:
-    tokenizer = ByteTokenizer()
-    tokens = np.random.default_rng(0).integers(0, 256, 100).astype(np.uint16)
-    model = randomized(lineartime.build("transformer-tiny", **SIZES))
-    stream = TokenStream("the test split of noise", tokens, 99)
-    ours = evaluate_windowed(model, stream, tokenizer, context_length=length, stride=stride, batch_size=3, bf16=False)
-    ids = torch.tensor([[tokenizer.end_of_document, *tokens.tolist()]])
-    # A window of ours reads `length` tokens and predicts as many; theirs reads the last one too, which it predicts only.
-    with torch.no_grad():
-        loss, predicted = sliding_nats(gpt2(model), ids, length + 1, stride)
-    assert ours.tokens == predicted == 100
-    assert ours.loss == pytest.approx(loss, rel=1e-6)  # losses are float32

@@ -1,7 +1,6 @@
 """The kernels run on the GPU where there is one, and in Triton's interpreter, on the CPU, where there is none."""
 
 import importlib
-import os
 import runpy
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,21 +13,11 @@ from torch import Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = "lineartime.ops.triton.kernels"
 
-
-def interpret_kernels() -> None:
-    """Import the kernels for the interpreter, which is chosen by what the environment says when a kernel is defined."""
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
+if find_spec("triton") is not None and DEVICE == "cpu":
+    with pytest.MonkeyPatch.context() as patch:  # what the environment says when a kernel is defined chooses the interpreter
+        patch.setenv("TRITON_INTERPRET", "1")
         runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "interpreter.py"))  # repairs it
         importlib.import_module(KERNELS)
-    finally:
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-
-
-if find_spec("triton") is not None and DEVICE == "cpu":
-    interpret_kernels()
 
 
 @pytest.fixture(autouse=True)

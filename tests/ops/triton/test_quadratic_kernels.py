@@ -86,12 +86,27 @@ def assert_close(fast: list[Tensor], exact: list[Tensor], tolerance: float) -> N
         assert (x - y).abs().max() <= tolerance * (1 + y.abs().max())
 
 
-@every_pair(length=[1, 65], causal=[False, True], kind=[("relu2", True), ("relu2", False), ("laplace", True)])
-def test_values_and_gradients_are_the_definition(length: int, causal: bool, kind: tuple[str, bool], device: str) -> None:
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 queries or keys at a time."""
+    monkeypatch.setattr(quadratic, "TOKENS", 16)
+    monkeypatch.setattr(quadratic, "SCORES", 0)
+
+
+@every_pair(
+    length=[1, 16, 37, 65],
+    causal=[False, True],
+    kind=[("relu2", True), ("relu2", False), ("laplace", True)],
+    in_parts=[False, True],
+)
+def test_values_and_gradients_are_the_definition(
+    length: int, causal: bool, kind: tuple[str, bool], in_parts: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     activation, with_bias = kind
     dtype, tolerance = (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-5)
-    inputs, options = make_inputs(length, dtype, device, with_bias=with_bias, batch=1, **ODD)
+    inputs, options = make_inputs(length, dtype, device, with_bias=with_bias, batch=1 + in_parts, **ODD)
     options |= {"causal": causal, "activation": activation}
+    if in_parts:
+        shorten(monkeypatch)
     exact = run(definition, [x.double() for x in inputs], **options)
     assert_close(run(attend, inputs, **options), exact, tolerance)
 
@@ -185,25 +200,10 @@ def test_bias_that_is_a_constant_gets_no_gradient_and_no_memory(allocations: lis
     assert (65,) in allocations
 
 
-@pytest.fixture
-def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 queries or keys at a time."""
-    monkeypatch.setattr(quadratic, "TOKENS", 16)
-    monkeypatch.setattr(quadratic, "SCORES", 0)
-
-
-@pytest.mark.usefixtures("short_parts")
-@every_pair(length=[16, 37], causal=[False, True], with_bias=[False, True])
-def test_parts_of_the_sequences_add_up_to_the_definition(length: int, causal: bool, with_bias: bool, device: str) -> None:
-    dtype, tolerance = (torch.float64, 1e-12) if device == "cpu" else (torch.float32, 1e-5)
-    inputs, options = make_inputs(length, dtype, device, with_bias=with_bias)
-    options |= {"causal": causal, "activation": "relu2"}
-    exact = run(definition, [x.double() for x in inputs], **options)
-    assert_close(run(attend, inputs, **options), exact, tolerance)
-
-
-@pytest.mark.usefixtures("short_parts")
-def test_memory_is_linear_in_the_length(allocations: list[tuple[int, ...]], device: str) -> None:
+def test_memory_is_linear_in_the_length(
+    allocations: list[tuple[int, ...]], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch)
     inputs, options = make_inputs(65, torch.float32, device, with_bias=False)
     run(attend, inputs, causal=False, activation="relu2", **options)
     of_tokens = [(2, 65, COLUMNS)] * 2 + [(2, 65, WIDTH)] * 2  # out, dv; dq, dk
@@ -224,24 +224,15 @@ def test_compiled_graph_holds_it_whole(device: str) -> None:
     torch.testing.assert_close(run(compiled, inputs, **options), run(attend, inputs, **options), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "precision", "expected"),
-    [
-        (torch.float32, "none", "tf32x3"),
-        (torch.float32, "ieee", "tf32x3"),
-        (torch.float32, "tf32", "tf32"),
-        (torch.float16, "ieee", "tf32x3"),
-        (torch.float16, "tf32", "tf32"),
-        (torch.bfloat16, "tf32", "ieee"),
-    ],
-)
-def test_float32_is_multiplied_as_exactly_as_torch_is_told_to(dtype: torch.dtype, precision: str, expected: str) -> None:
+@pytest.mark.parametrize(("precision", "expected"), [("none", "tf32x3"), ("ieee", "tf32x3"), ("tf32", "tf32")])
+def test_float32_is_multiplied_as_exactly_as_torch_is_told_to(precision: str, expected: str) -> None:
     products = torch.backends.cuda.matmul
     before, products.fp32_precision = products.fp32_precision, precision
     try:
-        assert kernels.number_formats(dtype)["PRECISION"] == expected
+        formats = [kernels.number_formats(dtype)["PRECISION"] for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     finally:
         products.fp32_precision = before
+    assert formats == [expected, expected, "ieee"]
 
 
 def test_products_of_exact_float32_keep_22_bits_of_each_factor() -> None:
