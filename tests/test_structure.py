@@ -172,9 +172,9 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30290,
+    "all source": 30300,
     "all tests": 22470,
-    "baselines": 3140,
+    "baselines": 3160,
     "bench": 700,
     "checkpoint": 560,
     "cli": 1340,
