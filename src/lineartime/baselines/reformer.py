@@ -77,6 +77,27 @@ class ReformerState(StreamState):
     ranks: Tensor
 
 
+def _extend_slice(q: Tensor, v: Tensor, buckets: Tensor, state: ReformerState, chunk_size: int) -> tuple[Tensor, ReformerState]:
+    """Compare all new tokens with the whole cache, with L T scores."""
+    read = state.k.shape[2]
+    tokens = torch.arange(read + q.shape[2], device=q.device)
+    new = tokens[read:, None]
+    all_buckets = torch.cat([state.buckets, buckets], -1)
+    together = (buckets[..., None] == all_buckets[..., None, :]) & (tokens <= new)  # [R, H, P, L, T]
+    ranks = together.sum(-1) - 1
+    state = ReformerState(
+        state.position + q.shape[2],
+        torch.cat([state.k, _keys(q).to(state.k.dtype)], 2),
+        torch.cat([state.v, v.to(state.v.dtype)], 2),
+        all_buckets,
+        torch.cat([state.ranks, ranks], -1),
+    )
+    near = ranks[..., None] // chunk_size - 1 <= state.ranks[..., None, :] // chunk_size
+    dtype = acc_dtype(q)
+    scores = masked_products(q.to(dtype), state.k.to(dtype), (together & near).any(2))
+    return scores.masked_fill(tokens == new, SELF_SCORE).softmax(-1) @ state.v.to(dtype), state
+
+
 class Reformer(MultiHeadMixer):
     """Reformer: attention inside buckets of a hash.
 
@@ -171,23 +192,15 @@ class Reformer(MultiHeadMixer):
     def attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, state: ReformerState, packing: Packing
     ) -> tuple[Tensor, ReformerState]:
-        """Compare new tokens with the whole cache, with L T scores."""
-        read, dtype, outputs = packing.common_start or 0, acc_dtype(q), []
-        keys = torch.cat([state.k[:, :, :read], _keys(q).to(state.k.dtype)], 2)
-        values = torch.cat([state.v[:, :, :read], v.to(state.v.dtype)], 2)
-        buckets = torch.cat([state.buckets[..., :read], reformer_buckets(k, self.directions)], -1)
-        ranks, tokens = state.ranks[..., :read], torch.arange(keys.shape[2], device=q.device)
-        for new in q.split(max(1, COMPARED // max(1, keys.shape[2])), 2):
-            here = slice(read, read := read + new.shape[2])
-            own = tokens[here, None]
-            together = (buckets[..., here, None] == buckets[..., None, :read]) & (tokens[:read] <= own)  # [R, H, P, L, T]
-            of_new = together.sum(-1) - 1
-            ranks = torch.cat([ranks, of_new], -1)
-            near = of_new[..., None] // self.chunk_size - 1 <= ranks[..., None, :] // self.chunk_size
-            scores = masked_products(new.to(dtype), keys[:, :, :read].to(dtype), (together & near).any(2))
-            weights = scores.masked_fill(tokens[:read] == own, SELF_SCORE).softmax(-1)
-            outputs.append(weights @ values[:, :, :read].to(dtype))
-        return torch.cat(outputs, 2), ReformerState(state.position + q.shape[2], keys, values, buckets, ranks)
+        start, buckets = packing.common_start or 0, reformer_buckets(k, self.directions)
+        keys, values = state.k[:, :, :start], state.v[:, :, :start]
+        state = ReformerState(state.position, keys, values, state.buckets[..., :start], state.ranks[..., :start])
+        outputs = []
+        at_a_time = max(1, COMPARED // max(1, start + q.shape[2]))
+        for new in zip(q.split(at_a_time, 2), v.split(at_a_time, 2), buckets.split(at_a_time, 3), strict=True):
+            out, state = _extend_slice(*new, state, self.chunk_size)
+            outputs.append(out)
+        return torch.cat(outputs, 2), state
 
     def init_own_state(self, batch_size: int) -> ReformerState:
         empty = self.empty_cache(batch_size)
