@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 30820,
-    "all tests": 22470,
+    "all source": 30900,
+    "all tests": 22520,
     "baselines": 3600,
     "bench": 700,
     "checkpoint": 560,
@@ -187,9 +187,9 @@ BUDGETS: dict[str, int] = {
     "ground": 1410,
     "hf": 1400,
     "inspection": 280,
-    "layers": 2360,
+    "layers": 2430,
     "models": 2680,
-    "ops": 3550,
+    "ops": 3560,
     "runs": 880,
     "seq2seq": 300,
     "top": 940,
