@@ -293,8 +293,12 @@ class Compiler:
             if work := product(node.target, arguments, node.kwargs, values.get(node), backward):
                 self.count.work.append(work)
         if not backward:
-            left = graph.graph.output_node().all_input_nodes
-            self.count.kept += sum(size(values[node]) for node in left if node.op != "placeholder" and node in values)
+            left: Any = graph.graph.output_node()
+            results = {left.args[0][place] for place in left.meta["user_visible_output_idxs"]}
+            static = set(options["static_input_idxs"])
+            parameters = {node for place, node in enumerate(graph.graph.find_nodes(op="placeholder")) if place in static}
+            kept = (node for node in left.all_input_nodes if node in values and node not in results | parameters)
+            self.count.kept += sum(map(size, (values[node] for node in kept)))
             self.count.graphs += 1
         with mode:
             for node in graph.graph.nodes:

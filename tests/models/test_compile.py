@@ -17,12 +17,14 @@ from lineartime.layers import FLASH, GAU, set_backend
 from lineartime.models import CausalLM
 from lineartime.models.language_model import read_token
 from lineartime.native import why_not_native
+from lineartime.ops import mixed_chunk
 from lineartime.ops.state import State
 
 # PyTorch's own, within torch.compile, where a user does not see them.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 nightly = pytest.mark.nightly
 
@@ -132,20 +134,55 @@ def test_compiled_flash_reads_other_lengths_without_compiling_again(causal: bool
             torch.testing.assert_close(compiled(x), layer(x), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["flash", "gau", "gau with a hook"])
+COMPILED: dict[str, Any] = {
+    "flash": lambda **options: FLASH(16, chunk_size=16, **options),
+    "gau": lambda **options: GAU(16, **options),
+    "gau that norms otherwise": lambda **options: GAU(16, **options),
+    "gau by rmsnorm": lambda **options: GAU(16, norm="rmsnorm", **options),
+    "flash by scalenorm": lambda **options: FLASH(16, chunk_size=16, norm="scalenorm", **options),
+    "flash with a token shift": lambda **options: FLASH(16, chunk_size=16, token_shift=True, **options),
+    "gau with a hook": lambda **options: GAU(16, **options),
+    "gau with a hook on its norm": lambda **options: GAU(16, **options),
+}
+
+
+@pytest.mark.parametrize("name", [*list(COMPILED)[:3], *(pytest.param(name, marks=nightly) for name in list(COMPILED)[3:])])
 def test_compiled_training_of_plain_attention_has_the_values_and_gradients_of_eager_code(name: str) -> None:
-    """Compiled, the parts of a projection are computed apart, but not where a hook changes them."""
-    options: dict[str, Any] = {"d_qk": 8, "causal": True, "dtype": torch.float64}
-    layer = FLASH(16, chunk_size=16, **options) if name == "flash" else GAU(16, **options)
+    """Compiled, the norm is a part of the projection, and the sums over chunks are products, but not where a hook is called."""
+    layer = COMPILED[name](d_qk=8, causal=True, dtype=torch.float64)
     set_backend(layer, "torch")
-    if name == "gau with a hook":
+    if name.endswith("hook"):
         layer.to_gate_value_base.register_forward_hook(lambda module, inputs, out: 2 * out)
-    torch.nn.init.normal_(layer.to_gate_value_base.bias)
-    x, compiled = (
-        torch.randn(2, 40, 16, dtype=torch.float64),
-        torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False),
-    )
-    assert_same_with_gradients(compiled(x), layer(x), list(layer.parameters()), atol=1e-11, rtol=1e-11)
+    if name.endswith("norm") and "hook" in name:
+        layer.norm.register_forward_hook(lambda module, inputs, out: 2 * out)
+    if name.endswith("otherwise"):
+        layer.before = lambda x: 2 * x
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    x = torch.randn(2, 40, 16, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
+    assert_same_with_gradients(compiled(x), layer(x), [x, *layer.parameters()], atol=1e-10, rtol=1e-10)
+
+
+@nightly
+@pytest.mark.parametrize("most", [1, 3])
+def test_compiled_training_of_rows_of_more_chunks_adds_their_sums_in_linear_time(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row has three chunks: a product with ones, whose time is quadratic, has 3 * 3 of them where it is used."""
+    monkeypatch.setattr(mixed_chunk, "MOST_SUMS", most)
+    layer, sizes = FLASH(16, d_qk=8, chunk_size=16, causal=True, dtype=torch.float64), list[tuple[int, ...]]()
+    set_backend(layer, "torch")
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        sizes.extend(tuple(node.meta["example_value"].shape) for node in graph.graph.nodes if node.target == "tril")
+        return graph
+
+    x = torch.randn(2, 40, 16, dtype=torch.float64)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend=compiler)
+    torch.testing.assert_close(read(compiled, x), read(layer, x), atol=1e-12, rtol=0)
+    assert sizes == [(3, 3)] * (most >= 3)
 
 
 # Blocks and models ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 from typing_extensions import Unpack
 
 from lineartime.native import NATIVE_DTYPES, native_functions
-from lineartime.ops.modes import acc_dtype, autocast_dtype, is_exporting, is_plain, is_traced, look_up, widens
+from lineartime.ops.modes import acc_dtype, common_dtype, is_plain, is_traced, is_trained_compiled, look_up, widens
 
 SOURCE = Path(__file__).with_name("dense.cpp")
 MAX_ROWS = 32
@@ -109,20 +109,73 @@ def is_untouched(layer: nn.Module) -> bool:
     return plain and type(layer.weight) is nn.Parameter and type(layer.bias) is nn.Parameter
 
 
-def apart(layer: nn.Module, x: Tensor, widths: list[int]) -> Sequence[Tensor]:
-    """The projections that a layer computes together: [..., K] -> [..., width] each.
+def apart(
+    layer: nn.Module, x: Tensor, widths: list[int], norm: tuple[Tensor, Tensor | None, bool, float] | None = None
+) -> Sequence[Tensor]:
+    """The projections that a layer computes together: [N, K] -> [N, width] each.
 
-    A compiler would join the parts' gradients, and read them again for that of the bias. So code that is compiled for training
-    projects by one part of the weights after the other, and the bias is the weight of a feature that is always 1.
+    In code that is compiled for training, x can be normed here: by weight, bias, whether to subtract the mean, and epsilon.
+    Weight and bias become parts of those of the layer, and its bias the weight of a feature that is always 1.
     """
-    if not is_traced() or is_exporting() or not torch.is_grad_enabled() or not is_untouched(layer):
-        parts: Sequence[Tensor] = layer(x).split(widths, -1)
-        return parts
+    if not is_trained_compiled() or not is_untouched(layer):
+        return tuple(layer(x).split(widths, -1))
     assert isinstance(layer, Dense)
-    weight, bias = layer.weight, layer.bias[:, None]
-    rows = torch.cat([weight, bias, weight.new_zeros(len(bias), 7)], 1)  # 8 features align them for GPUs
-    x = F.pad(x.to(autocast_dtype(x) or x.dtype), (0, 8), value=1.0)
-    return [F.linear(x, part) for part in rows.split(widths)]
+    dtype = common_dtype(x, layer.weight)
+    weight, bias = (parameter.to(acc_dtype(parameter)) for parameter in (layer.weight, layer.bias))
+    if norm is None:
+        rows = F.pad(x.to(dtype), (0, ONES), value=1.0)
+    else:
+        gain, shift, *how = norm
+        rows = _Normed.apply(x, dtype, *how)  # type: ignore[no-untyped-call]
+        weight, bias = weight * gain, bias if shift is None else bias + (weight * shift).sum(1)
+    weight = torch.cat([weight, bias[:, None], weight.new_zeros(len(bias), ONES - 1)], 1)
+    return tuple(_Apart.apply(rows, weight.to(dtype), widths))  # type: ignore[no-untyped-call]
+
+
+ONES = 8
+"""How many features of 1 follow those of a row: one for the bias, and others, of weight 0, which align the rows for GPUs."""
+
+
+class _Normed(torch.autograd.Function):
+    """Rows [N, d] with mean square 1 and, if `centred`, mean 0, before features of 1: [N, d + 8] in another dtype.
+
+    The backward pass reads these, which the product keeps anyway, and not x, which is twice as wide under autocast.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, centred: bool, eps: float) -> Tensor:
+        x = x.to(acc_dtype(x))
+        x = x - x.mean(-1, keepdim=True) if centred else x
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        rows = F.pad((x * scale).to(dtype), (0, ONES), value=1.0)
+        ctx.save_for_backward(rows, scale)
+        ctx.centred = centred
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, scale = ctx.saved_tensors
+        gradient, rows = (x[:, :-ONES].to(scale.dtype) for x in (gradient, rows))
+        d_x = gradient - rows * (gradient * rows).mean(-1, keepdim=True)
+        return scale * (d_x - gradient.mean(-1, keepdim=True) if ctx.centred else d_x), None, None, None
+
+
+class _Apart(torch.autograd.Function):
+    """Rows [N, K] times the parts of a weight [M, K]: [N, width] each, whose gradients share one tensor [N, M]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(rows, weight)
+        return tuple(rows @ part.mT for part in weight.split(widths))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        joined, first = rows.new_empty(len(rows), len(weight)), 0
+        for part in gradients:  # Inductor writes into such a view where it computes the gradient; for a slice, it copies all
+            joined.as_strided(part.shape, joined.stride(), first).copy_(part)
+            first += part.shape[1]
+        return joined @ weight, joined.mT @ rows, None
 
 
 def reset_parts(module: nn.Module) -> None:

@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, check_choice
-from lineartime.layers.dense import Dense, apart, factory, is_untouched
+from lineartime.layers.dense import Dense, apart, factory, has_hooks, is_untouched
 from lineartime.layers.mixer import Mixer, MixerOptions
 from lineartime.layers.positions import MAX_TABLE_LENGTH, RelativeBias, RotaryBias, TableBias
+from lineartime.layers.residual import norm_parts
 from lineartime.ops import mixed_chunk, tiles
 from lineartime.ops.activations import ACTIVATIONS, NORMALIZATIONS, SOFTMAXES, Activation, Normalization
 from lineartime.ops.backends import BACKENDS, Backend, choose_backend, why_not
 from lineartime.ops.checks import check_even, check_positive, require
 from lineartime.ops.mixed_chunk import MixedChunkOptions, Scales, mixed_chunk_state, reciprocal
-from lineartime.ops.modes import acc_dtype, is_plain, matmul_dtype
+from lineartime.ops.modes import acc_dtype, is_plain, is_trained_compiled, matmul_dtype
 from lineartime.ops.packing import Packing, describe
 from lineartime.ops.state import KVCache
 
@@ -177,8 +178,18 @@ class GAU(Mixer):
         if self.rotated_width:
             packing.rotations(self.rotated_width, acc_dtype(self.gamma))
 
+    def is_fused(self) -> bool:
+        """Whether it is compiled for training as it was built: `read` then norms the tokens, together with the projection."""
+        replaced = "before" in self.__dict__ or "read" in self.__dict__
+        parts = norm_parts(self.norm) is not None and not has_hooks(self.norm) and is_untouched(self.to_gate_value_base)
+        return is_trained_compiled() and type(self) in (GAU, FLASH) and parts and not replaced and not self.token_shift
+
+    def before(self, x: Tensor) -> Tensor:
+        return x if self.is_fused() else super().before(x)
+
     def read(self, x: Tensor, packing: Packing, state: Any = None) -> tuple[Tensor, Any]:
-        gate, v, y = apart(self.to_gate_value_base, x, [self.d_gate, self.d_value, self.d_qk])
+        norm = norm_parts(self.norm) if self.is_fused() else None
+        gate, v, y = apart(self.to_gate_value_base, x, [self.d_gate, self.d_value, self.d_qk], norm)
         maps, state = self.queries_and_keys(y, packing, state)
         out, state = self.attend(maps, F.silu(v), packing, state)
         return self.to_output(self.apply_gate(F.silu(gate), out)), state
@@ -190,7 +201,9 @@ class GAU(Mixer):
     def rotated(self, z: Tensor, packing: Packing, n: int) -> Sequence[Tensor]:
         """The first n maps, rope(Z gamma_i + beta_i), [N, s] each."""
         maps = torch.addcmul(self.beta[:n], z[:, None], self.gamma[:n])
-        return (packing.rotate(maps, self.rotated_width) if self.rope else maps).unbind(1)
+        maps = packing.rotate(maps, self.rotated_width) if self.rope else maps
+        # The backward pass stacks the gradients of the maps: in the narrow dtype that products leave.
+        return (maps.to(matmul_dtype(z, maps)) if self.is_fused() else maps).unbind(1)
 
     def attend(self, maps: Sequence[Tensor], v: Tensor, packing: Packing, state: Any) -> tuple[Tensor, Any]:
         """Attend with queries and keys [N, s] and values [N, e]: the outputs [N, e], and the state of streams."""
@@ -269,7 +282,7 @@ class FLASH(GAU):
             advice = f"split N times a multiple of {self.chunk_size} tokens over N processes."
             raise ArgumentError("x", f"{found}, chunk_size = {self.chunk_size}: {advice}")
         if packing.prefix is None and packing.context is None and self.has_tiles(x, packing, state):
-            return self.read_tiles(x, packing, state)
+            return self.read_tiles(self.norm(x) if self.is_fused() else x, packing, state)
         return super().read(x, packing, state)
 
     def has_tiles(self, x: Tensor, packing: Packing, state: Any) -> bool:

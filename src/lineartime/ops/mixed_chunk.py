@@ -32,6 +32,7 @@ from lineartime.ops.modes import (
     acc_dtype,
     is_exporting,
     is_traced,
+    is_trained_compiled,
     matmul_dtype,
     output_dtype,
     under_transform,
@@ -44,6 +45,8 @@ from lineartime.ops.triton.quadratic import kernels
 
 BLOCK = 256
 """How many queries of a long chunk are computed at a time; the backward pass computes their scores again."""
+MOST_SUMS = 256
+"""Up to so many chunks of a row, compiled training adds the sums before each by a product with ones: a scan moves more."""
 
 
 class Scales(NamedTuple):
@@ -327,12 +330,17 @@ def linear_part(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend across chunks: [G, Q, s], [G, C, s], [G, C, e] -> [G, Q, e], and the summary of streams after all full chunks."""
     scales, exact, summary, read = options.scales, acc_dtype(v), None, None
-    if grid.slot is None and grid.prefix is None and state is None and packing.context is None and not is_traced():
+    alone = grid.slot is None and grid.prefix is None and state is None and packing.context is None
+    if alone and not is_traced():
         q, k, v = (x.view(grid.end.shape[0], -1, *x.shape[1:]) for x in (q, k, v))
         total = (k[:, :-1].mT @ v[:, :-1]).to(exact).cumsum(1)  # the first chunk reads nothing, and the last is not read
         n = torch.arange(1, q.shape[1], device=q.device) * grid.size
         read = q[:, 1:] @ (total * scales.sum(n.to(exact))[:, None, None]).to(q.dtype)
         return F.pad(read, (0, 0, 0, 0, 1, 0)).flatten(0, 1), None
+    if alone and is_trained_compiled() and len(k) <= MOST_SUMS * grid.end.shape[0]:
+        rows = (k.mT @ v).view(grid.end.shape[0], -1, k.shape[-1] * v.shape[-1])
+        before = (rows.new_ones(rows.shape[1], rows.shape[1]).tril(-1) @ rows).view(-1, k.shape[-1], v.shape[-1])
+        return (q * scales.sum(grid.begin.to(exact))[:, None, None]).to(q.dtype) @ before, None
     sums = (k.mT @ v).to(exact)  # [G, s, e]
     earlier = None if state is None else state.summary
     if packing.context is not None:

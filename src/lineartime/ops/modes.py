@@ -30,6 +30,11 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def is_trained_compiled() -> bool:
+    """Whether torch.compile records a computation to be differentiated: once, for it has no second derivatives."""
+    return is_traced() and torch.is_grad_enabled() and not is_exporting() and not under_transform()
+
+
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether a C++ function may read and write these tensors without PyTorch seeing it.
 
