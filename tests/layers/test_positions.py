@@ -47,5 +47,6 @@ def test_compiled_backward_pass_adds_up_in_a_fixed_order(layer: nn.Module) -> No
     backend = aot_autograd(fw_compiler=lambda graph, _inputs: make_boxed_func(graph.forward), bw_compiler=collect)
     torch.compile(layer, backend=backend, fullgraph=True)(torch.randn(2, 40, 8)).sum().backward()
     assert called
-    # On a GPU these add by atomic operations, in another order at each call.
-    assert not [name for name in called if any(part in name for part in ("index_put", "scatter", "index_add"))]
+    # On a GPU these add by atomic operations, in another order at each call; as_strided_scatter is a copy of a view.
+    adding = [name for name in called if any(part in name for part in ("index_put", "scatter", "index_add"))]
+    assert not [name for name in adding if not name.startswith("aten.as_strided_scatter")]

@@ -180,9 +180,10 @@ class GAU(Mixer):
 
     def is_fused(self) -> bool:
         """Whether it is compiled for training as it was built: `read` then norms the tokens, together with the projection."""
-        replaced = "before" in self.__dict__ or "read" in self.__dict__
-        parts = norm_parts(self.norm) is not None and not has_hooks(self.norm) and is_untouched(self.to_gate_value_base)
-        return is_trained_compiled() and type(self) in (GAU, FLASH) and parts and not replaced and not self.token_shift
+        if not is_trained_compiled() or type(self) not in (GAU, FLASH) or self.token_shift:
+            return False
+        replaced = "before" in self.__dict__ or "read" in self.__dict__ or has_hooks(self.norm)
+        return not replaced and norm_parts(self.norm) is not None and is_untouched(self.to_gate_value_base)
 
     def before(self, x: Tensor) -> Tensor:
         return x if self.is_fused() else super().before(x)
