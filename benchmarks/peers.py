@@ -1,4 +1,4 @@
-"""Decoding beside llama.cpp and GPT-NeoX of transformers: `python benchmarks/peers.py` (25 to 40 minutes on 2 idle cores).
+"""Decoding beside llama.cpp and GPT-NeoX of transformers: `python benchmarks/peers.py` (40 to 60 minutes on 2 idle cores).
 
 All have random weights, as many as flash-tiny with a vocabulary of 4,096, or flash-base. A context is read in batches; then the
 packages take turns to draw tokens for half a second, each with its own default sampling: with one thread and with two, on an
@@ -48,6 +48,8 @@ BURST = 16
 """Tokens after which a growing cache is cut."""
 PAUSE = 0.05
 """Seconds between turns: the threads of a step spin for a while after it."""
+WARM_UP = 0.6
+"""Seconds of a turn before it is measured: for so long, a decoder may go on with the threads that the turn before needed."""
 Row = dict[str, Any]
 
 
@@ -207,18 +209,19 @@ def beside(busy: int) -> Iterator[None]:
 
 
 def tokens_per_second(package: Package, threads: int, seconds: float) -> float:
-    """The speed of a package, without the first token, which warms it up, unless it is the only one in this time."""
+    """The speed of a package after its warm-up."""
     time.sleep(PAUSE)
     package.use_threads(threads)
     each: list[float] = []
-    stop = time.perf_counter() + seconds
-    while not each or time.perf_counter() < stop:
-        if len(each) % BURST == 0:
+    begin, count = time.perf_counter() + WARM_UP, 0
+    while not each or time.perf_counter() < begin + seconds:
+        if count % BURST == 0:
             package.rewind()
-        start = time.perf_counter()
+        start, count = time.perf_counter(), count + 1
         package.step()
-        each.append(time.perf_counter() - start)
-    return 1 / statistics.fmean(each[1:] or each)
+        if start >= begin:
+            each.append(time.perf_counter() - start)
+    return 1 / statistics.fmean(each)
 
 
 def measured(packages: Mapping[str, Package], rounds: int, seconds: float) -> list[Row]:

@@ -31,12 +31,17 @@ class ScaleNorm(torch.nn.Module):
         return normed
 
 
-def main() -> None:
-    package = find_spec("funasr")  # a file of it alone, since its import needs its dependencies
+def layer_class() -> Any:
+    """Theirs, from a file of FunASR alone, since its import needs its dependencies."""
+    package = find_spec("funasr")
     assert package is not None
     assert package.origin is not None
     file = Path(package.origin).parent / "models" / "mossformer" / "mossformer.py"
-    theirs = runpy.run_path(str(file))["FLASH_ShareA_FFConvM"]
+    return runpy.run_path(str(file))["FLASH_ShareA_FFConvM"]
+
+
+def main() -> None:
+    theirs = layer_class()
     for name, causal, norm in (("scalenorm", False, ScaleNorm), ("layernorm-causal", True, torch.nn.LayerNorm)):
         torch.manual_seed(0)
         layer = theirs(**SIZES, causal=causal, norm_klass=norm, rotary_pos_emb=RotaryEmbedding(dim=4)).double().eval()
