@@ -49,7 +49,7 @@ class Enhancer(nn.Module):
     def forward(self, frames: Tensor) -> Tensor:
         """Whole sounds."""
         features = self.encode(frames)
-        out: Tensor = self.decode(self.layers(features) if len(self.layers.layers) else features)
+        out: Tensor = self.decode(self.layers(features))
         return out
 
     def extend(self, frames: Tensor, state: Any = None) -> tuple[Tensor, Any]:

@@ -24,7 +24,9 @@ assert lineartime.FLASH(16, d_qk=8)(torch.randn(1, 50, 16)).shape == (1, 50, 16)
 tiny = ["--override", "d_model=16", "n_blocks=1", "d_qk=8", "--context-length", "24", "--batch-size", "2", "--steps", "2"]
 assert lineartime.cli.main(["train", *tiny, "--eval-windows", "2", "--out", "run", "--cache", "cache"]) == 0
 assert lineartime.cli.main(["eval", "run", "--max-tokens", "200", "--cache", "cache"]) == 0
-assert lineartime.cli.main(["reproduce", "--list"]) == 0  # reads a table that is no Python file
+assert lineartime.cli.main(["presets", "tiny"]) == 0
+from lineartime.experiments.report import paper_tables
+assert paper_tables()  # as the costs of presets, from a file that is not Python
 """
 
 

@@ -217,11 +217,11 @@ class MossFormerStack(nn.Module):
     def __init__(self, layers: Iterable[MossFormerFLASH]) -> None:
         super().__init__()
         self.layers: Sequence[MossFormerFLASH] = nn.ModuleList(layers)  # type: ignore[assignment]  # as in Backbone
-        if not self.layers:
-            raise ArgumentError("layers", "is empty, but a stack has one layer at least.")
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Process whole sequences; the mask, [B, T], is True for real frames."""
+        if not self.layers:
+            return x
         packing = self.layers[0].describe(x.shape, mask, device=x.device)
         frames = packing.pack(x)
         for layer in self.layers:
