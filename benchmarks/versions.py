@@ -63,7 +63,7 @@ CHECKS = (
     Check(
         "tokenizers",
         "tokenizers",
-        ("tests/data/test_tokenizers.py", "tests/data/test_tokens.py", "tests/data/test_train_tokenizer.py"),
+        ("tests/data/test_tokenizers.py", "tests/data/test_tokens.py"),
     ),
     Check("zstandard", "data", ("tests/data/test_readers.py", "tests/data/test_corpora.py")),
     Check("pyyaml", "data", ("tests/cli/test_train.py",)),

@@ -103,6 +103,9 @@ def test_files_that_are_named_exist() -> None:
             assert (document.parent / link).exists(), (document, link)
         for path in re.findall(r"`((?:benchmarks|docs|tests|src)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), (document, path)
+    for script in ROOT.glob("benchmarks/*.py"):
+        for path in re.findall(r'"((?:tests|examples)/[\w./-]+)"', script.read_text()):
+            assert (ROOT / path).exists(), (script, path)
 
 
 def test_tree_names_every_package() -> None:

@@ -207,8 +207,8 @@ void strip_of_many(const A* packed, const Matrix& matrix, T* out, int64_t rows, 
 }
 
 // x [rows, k] times the transpose of a matrix [n, k] by a team of threads, which share() the work and wait() for each other:
-// use(row, first, count, values) for each strip. `own` holds
-// `own_size(k)` numbers for each thread, and `shared` holds `shared_size(rows, k)`, for rows rounded up to whole vectors.
+// use(row, first, count, values) for each strip. `own` holds `own_size(k)` numbers for each thread, and `shared` holds
+// `shared_size(rows, k)`, for rows rounded up to whole vectors.
 constexpr int64_t own_size(int64_t k) { return (std::is_same<W, T>::value ? few_rows : strip) * k; }
 constexpr int64_t shared_size(int64_t rows, int64_t k) { return rows <= few_rows ? 0 : (rows + 31) / 32 * 32 * k; }
 template <class Team, class Use>
