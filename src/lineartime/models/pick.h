@@ -24,25 +24,45 @@ inline bool is_likelier(const Candidate& x, const Candidate& y) {  // equal logi
   return x.logit > y.logit || (x.logit == y.logit && x.id < y.id);
 }
 
-// The place of the candidate at which the sum of probabilities, from the likeliest on, reaches `goal` or, if `beyond`, exceeds
-// it, or the last place of n. All before it are likelier then, and `sum` is the sum up to it.
-inline int64_t reach(std::vector<Candidate>& all, int64_t n, double goal, bool beyond, float scale, double& sum) {
-  int64_t from = 0, to = n;
-  double before = 0;
-  while (to - from > 1) {
-    const int64_t middle = from + (to - from) / 2;
-    std::nth_element(all.begin() + from, all.begin() + middle, all.begin() + to, is_likelier);
-    double half = 0;
-    for (int64_t i = from; i < middle; ++i) half += all[i].share * scale;
-    if (beyond ? before + half > goal : before + half >= goal) {
-      to = middle;
-    } else {
-      before += half, from = middle;
-    }
+// Candidates by their ranks. Buckets of similar logits tell where a sum of probabilities is reached, so that only the candidates of
+// one bucket are sorted.
+class Ranking {
+ public:
+  Ranking(const std::vector<Candidate>& candidates, float most, float scale) : all(candidates), most(most), scale(scale) {
+    float least = most;
+    for (const Candidate& each : all) least = each.share > 0 ? std::min(least, each.logit) : least;
+    by = (buckets - 1) / (most - least);
+    for (const Candidate& each : all) sums[bucket(each)] += each.share * scale;
   }
-  sum = before + all[from].share * scale;
-  return from;
-}
+
+  // The id at which the sum of probabilities, from the likeliest on, reaches `goal` or, if `beyond`, exceeds it, or the last id.
+  // `sum` is the sum up to it.
+  int64_t reach(double goal, bool beyond, double& sum) const {
+    const auto is_reached = [&](double up_to) { return beyond ? up_to > goal : up_to >= goal; };
+    int here = 0, last = buckets - 1;
+    while (last > 0 && sums[last] == 0) --last;
+    for (sum = 0; here < last && !is_reached(sum + sums[here]); ++here) sum += sums[here];
+    std::vector<Candidate> own;
+    for (const Candidate& each : all) {
+      if (bucket(each) == here) own.push_back(each);
+    }
+    std::sort(own.begin(), own.end(), is_likelier);
+    for (const Candidate& each : own) {
+      sum += each.share * scale;
+      if (is_reached(sum)) return each.id;
+    }
+    return own.back().id;
+  }
+
+ private:
+  static constexpr int buckets = 256;
+  const std::vector<Candidate>& all;
+  float most, scale, by;
+  double sums[buckets] = {};
+
+  // Larger logits are not in later buckets. The last one has those that are not numbers after the subtraction, too.
+  int bucket(const Candidate& each) const { return int(std::min(float(buckets - 1), (most - each.logit) * by)); }
+};
 
 template <class T>
 int64_t pick(const T* logits, int64_t n, double uniform, const Sampling& sampling) {
@@ -76,9 +96,9 @@ int64_t pick(const T* logits, int64_t n, double uniform, const Sampling& samplin
   all.erase(std::remove_if(all.begin(), all.end(), [&](const Candidate& x) { return x.share * scale < least; }), all.end());
   double sum = 0, up_to_it;
   if (sampling.top_k > 0 || sampling.top_p < 1) {
-    const double goal = sampling.top_p < 1 ? sampling.top_p : std::numeric_limits<double>::infinity();
-    const int64_t kept = reach(all, int64_t(all.size()), goal, false, scale, sum) + 1;
-    return all[reach(all, kept, std::min(uniform * sum, std::nextafter(sum, 0.0)), true, scale, up_to_it)].id;
+    const Ranking ranking(all, most, scale);
+    ranking.reach(sampling.top_p < 1 ? sampling.top_p : std::numeric_limits<double>::infinity(), false, sum);
+    return ranking.reach(std::min(uniform * sum, std::nextafter(sum, 0.0)), true, up_to_it);
   }
   for (const Candidate& each : all) sum += each.share * scale;
   const double reached = std::min(uniform * sum, std::nextafter(sum, 0.0));
