@@ -2,7 +2,9 @@
 
 import ctypes
 import json
+import mmap
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from lineartime import info
 from lineartime.cli import main
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import new_file, new_folder, removed_on_failure, write_atomically
+from lineartime.host import use_large_pages
 from lineartime.info import explain_machine
 from lineartime.native import why_not_native
 from lineartime.ops.backends import choose_backend
@@ -232,6 +235,44 @@ print(sum("tiles-" in line for line in open("/proc/self/maps")) > 0)
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["1", "True"]
+
+
+def mapping_of(address: int) -> dict[str, str]:
+    """What Linux says of the memory at an address."""
+    found = False
+    facts: dict[str, str] = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            begin, end = (int(x, 16) for x in name.split("-"))
+            found = begin <= address < end
+        elif found:
+            facts[name[:-1]] = rest.strip()
+    return facts
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this system has no large pages to give")
+def test_large_pages_are_asked_for_and_hold_what_was_there() -> None:
+    large = 2 * 2**20
+    with mmap.mmap(-1, 8 * large, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        view = ctypes.c_char.from_buffer(memory)
+        address = ctypes.addressof(view)
+        memory[:] = b"abcd" * (2 * large)
+        use_large_pages([(address + 100, 6 * large)])
+        assert memory[:] == b"abcd" * (2 * large)
+        moved = mapping_of(address)["AnonHugePages"]
+        use_large_pages([(address, 100)], now=False)
+        assert "hg" not in mapping_of(address)["VmFlags"].split()  # too small
+        use_large_pages([(address, large)], now=False)
+        assert "hg" in mapping_of(address)["VmFlags"].split()
+        del view
+    if tuple(map(int, platform.release().split(".")[:2])) >= (6, 1) and free_large_pages() > 16:
+        assert int(moved.split()[0]) * 1024 >= 6 * large
+
+
+def free_large_pages() -> int:
+    """How many pages of 2 MiB are free in one piece."""
+    return sum(sum(map(int, line.split()[13:])) for line in Path("/proc/buddyinfo").read_text().splitlines())
 
 
 def test_it_tells_the_backend_that_runs_and_why_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,16 @@ def check_equals_forward(model: CausalLM, streams: int, length: int = 21) -> Non
     torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE[wanted.dtype] * scale)
 
 
+@pytest.mark.parametrize("preset", ["flash-tiny", "transformer++-tiny"])
+def test_weights_move_into_large_pages(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: set[tuple[int, int]] = set()
+    for module in ("language_model", "decoder"):
+        monkeypatch.setattr(f"lineartime.models.{module}.use_large_pages", blocks.update)
+    model = build(preset, vocab_size=37, n_blocks=1)
+    model.compile_for_decoding()
+    assert {(x.data_ptr(), x.nbytes) for x in model.parameters() if x.dim() == 2} <= blocks
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_logits_equal_forward(dtype: torch.dtype) -> None:
     for streams in (1, 3, 32):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lineartime.errors import ArgumentError
+from lineartime.host import use_large_pages
 from lineartime.layers.dense import MAX_ROWS, Embedding, has_hooks, is_untouched, quantized
 from lineartime.layers.flash import FLASH
 from lineartime.layers.mesa import FLASHMesa, MemoryState, folded
@@ -85,6 +86,7 @@ class NativeDecoder:
             self._keep(b"".join(map(self._layer, layers))),
         )  # fmt: skip
         self._model = self._keep(model)
+        use_large_pages((x.data_ptr(), x.nbytes) for x in self._kept)
         types = (_ADDRESS, _ADDRESS, _LONG, _ADDRESS, _LONG)
         sampling = (_NUMBER, _LONG, _NUMBER, _NUMBER)
         self._bytes = functions.function("bytes", _ADDRESS, _LONG, _LONG)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from lineartime.errors import ArgumentError, LineartimeError, check_choice
+from lineartime.host import use_large_pages
 from lineartime.layers.dense import Dense, dense, is_untouched, quantized
 from lineartime.models.backbone import Backbone, ModelState
 from lineartime.models.config import ModelConfig
@@ -217,6 +218,8 @@ class CausalLM(LanguageModel):
         if weights == "int8" and native is None:
             why = why_not_native() or "it decodes unmodified FLASH layers with the activation relu2 on a CPU"
             raise ArgumentError("weights", f"is int8, which only the decoder in C++ reads, but {why}: use 'own'.")
+        if native is None:  # which has large pages
+            use_large_pages((x.data_ptr(), x.nbytes) for x in self.parameters() if x.device.type == "cpu")
         return Decoder(self, native)
 
     def quantize(self) -> None:
