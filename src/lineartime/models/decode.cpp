@@ -40,21 +40,25 @@ struct Norm {
   }
 };
 
-// out [width] += weights [n] times rows [n, width] with the stride `by`.
+// out [width] += weights [n] times rows [n, width] with the stride `by`. With `skip`, rows whose weights are zero are not read.
 template <class S, class A>
-void add_rows(A* __restrict out, const A* weights, const S* rows, int64_t n, int64_t width, int64_t by) {
-  int64_t j = 0;
-  for (; j + 4 <= n; j += 4) {
-    const S* __restrict first = rows + j * by;
-    const A w0 = weights[j], w1 = weights[j + 1], w2 = weights[j + 2], w3 = weights[j + 3];
+void add_rows(A* __restrict out, const A* weights, const S* rows, int64_t n, int64_t width, int64_t by, bool skip = false) {
+  int64_t at[4], found = 0;
+  for (int64_t j = 0; j < n; ++j) {
+    if (skip && weights[j] == 0) continue;
+    at[found++] = j;
+    if (found < 4) continue;
+    const S *__restrict r0 = rows + at[0] * by, *__restrict r1 = rows + at[1] * by;
+    const S *__restrict r2 = rows + at[2] * by, *__restrict r3 = rows + at[3] * by;
+    const A w0 = weights[at[0]], w1 = weights[at[1]], w2 = weights[at[2]], w3 = weights[at[3]];
 #pragma omp simd
-    for (int64_t i = 0; i < width; ++i) {
-      out[i] += w0 * load(first[i]) + w1 * load(first[by + i]) + (w2 * load(first[2 * by + i]) + w3 * load(first[3 * by + i]));
-    }
+    for (int64_t i = 0; i < width; ++i) out[i] += w0 * load(r0[i]) + w1 * load(r1[i]) + (w2 * load(r2[i]) + w3 * load(r3[i]));
+    found = 0;
   }
-  for (; j < n; ++j) {
+  for (int64_t k = 0; k < found; ++k) {
+    const S* __restrict row = rows + at[k] * by;
 #pragma omp simd
-    for (int64_t i = 0; i < width; ++i) out[i] += weights[j] * load(rows[j * by + i]);
+    for (int64_t i = 0; i < width; ++i) out[i] += weights[at[k]] * load(row[i]);
   }
 }
 
@@ -220,7 +224,8 @@ struct Step {
     }
     std::fill_n(out, width, A(0));
     const T* values = state.values + row * c * e + first;
-    add_rows(out, weights, values, slot + 1, width, e);
+    // relu^2 makes many weights zero. The chunk of a single stream lies in the cache, where it is read in one go.
+    add_rows(out, weights, values, slot + 1, width, e, rows > few_rows);
     A* summary = state.summary + row * s * e + first;
     if (scratch.before[row] != 0) {
       const A by = state.last_y != nullptr ? A(1) : summary_factor(scratch.before[row]);
