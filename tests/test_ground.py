@@ -18,7 +18,7 @@ from lineartime import info
 from lineartime.cli import main
 from lineartime.errors import ArgumentError, LineartimeError
 from lineartime.files import new_file, new_folder, removed_on_failure, write_atomically
-from lineartime.host import use_large_pages
+from lineartime.host import LARGE_PAGES, use_large_pages
 from lineartime.info import explain_machine
 from lineartime.native import why_not_native
 from lineartime.ops.backends import choose_backend
@@ -156,7 +156,6 @@ def test_table_has_text_on_the_left_numbers_on_the_right_bars_in_their_cells_and
     assert column_table({"system": ["a"], "x": ["1"], "paper": ["-"]}) == "| system | x |\n| --- | ---: |\n| a | 1 |"
 
 
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 FAULTS = """
 import ctypes, resource
 from contextlib import nullcontext
@@ -195,7 +194,7 @@ print(inside, faults_of_a_step(), held)
 def test_freed_memory_is_kept_for_the_next_step_and_returned_at_the_end() -> None:
     if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
         pytest.skip("the C library is not GNU's")
-    if HUGE_PAGES.exists() and "[always]" in HUGE_PAGES.read_text():
+    if LARGE_PAGES.exists() and "[always]" in LARGE_PAGES.read_text():
         pytest.skip("the system gives this memory in pages of 2 MiB, so there are few faults to count")
     import resource  # missing on Windows
 
@@ -251,7 +250,7 @@ def mapping_of(address: int) -> dict[str, str]:
     return facts
 
 
-@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this system has no large pages to give")
+@pytest.mark.skipif(not LARGE_PAGES.exists(), reason="this system has no large pages to give")
 def test_large_pages_are_asked_for_and_hold_what_was_there() -> None:
     large = 2 * 2**20
     with mmap.mmap(-1, 8 * large, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:

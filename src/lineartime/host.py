@@ -27,6 +27,8 @@ MAX_HEAP_BLOCK = 32 * 2**20
 """The largest block, in bytes, that glibc takes from its heap; larger blocks are mapped and returned individually."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # options of mallopt(3)
 _HUGEPAGE, _COLLAPSE = 14, 25  # options of madvise(2), of which the second is of Linux 6.1
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""Where Linux says in brackets to whom it gives pages of 2 MiB: "always madvise [never]"."""
 _LARGE_PAGE, _SMALL, _USUAL_PAD = 2 * 2**20, 64 * 2**10, 128 * 2**10
 
 

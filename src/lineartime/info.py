@@ -2,7 +2,9 @@
 
 import os
 import platform
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 
 import lineartime
 from lineartime.errors import LineartimeError, first_line, is_installed
-from lineartime.host import cache_folder, processor_name, threads_in_words
+from lineartime.host import LARGE_PAGES, cache_folder, processor_name, threads_in_words
 from lineartime.machine import choose_device, compiler_missing, faster_precision
 from lineartime.native import why_not_native
 from lineartime.ops.backends import Backend, choose_backend, why_not
@@ -56,6 +58,10 @@ def explain_machine() -> Iterator[Fact]:
     yield Fact("torch.compile", "no" if missing else "yes", missing or "used if a run is long enough")
     built = "built at first use, for tiles, steps and small products"
     yield Fact("C++ functions", "no" if reason else "yes", reason or built)
+    with suppress(OSError):  # on Linux alone
+        given = "never" not in re.findall(r"\[(\w+)\]", LARGE_PAGES.read_text())
+        why = "weights and the memory of steps lie in pages of 2 MiB" if given else f"{LARGE_PAGES} is never, not madvise"
+        yield Fact("large pages", "yes" if given else "no", why)
     like = torch.empty(0, device=device)
     for dtype, label in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         chosen = choose_backend("auto", ("torch", "tiled", "triton"), like, dtype, "relu2")
