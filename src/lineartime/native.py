@@ -34,8 +34,8 @@ _SILENT_SECONDS, _BUILD_SECONDS = 5.0, 120.0
 _BUILDS: list["subprocess.Popen[bytes]"] = []
 """Those that go on: without a reference, Python warns of a process that is not waited for."""
 _OPTIONS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-"""OpenMP, for functions that take turns with PyTorch's products: threads of our own would compete with PyTorch's, which spin after
-each product, and training would take up to 1.2 times as long."""
+"""OpenMP, for functions that take turns with PyTorch's products. Threads of our own would compete with PyTorch's, which spin
+after each product: training would take up to 1.2 times as long."""
 _UNITS = {
     "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
     "AVX2": ("-mavx2", "-mfma"),
