@@ -172,8 +172,8 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
-    "all source": 29790,
-    "all tests": 21890,
+    "all source": 29860,
+    "all tests": 21940,
     "baselines": 3160,
     "bench": 640,
     "checkpoint": 550,
@@ -184,11 +184,11 @@ BUDGETS: dict[str, int] = {
     "finetuning": 1400,
     "foreign": 1430,
     "generation": 780,
-    "ground": 1400,
+    "ground": 1430,
     "hf": 1350,
     "inspection": 260,
     "layers": 2560,
-    "models": 2470,
+    "models": 2500,
     "ops": 3460,
     "runs": 840,
     "seq2seq": 300,
