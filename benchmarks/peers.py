@@ -258,6 +258,16 @@ def table(rows: list[Row]) -> str:
     return markdown_table(list(lines[0]), [list(cells.values()) for cells in lines], left=2)
 
 
+def readme_sentence() -> str:
+    """How much faster we are than llama.cpp in 16 bits with two threads at the first two positions, in the README's words."""
+    rows: list[Row] = json.loads((RESULTS / "peers.json").read_text())["rows"]
+    case = {"preset": "flash-tiny", "format": FORMATS[1], "threads": 2, "busy": 0}
+    speeds = [row["tokens_per_second"] for row in rows if case.items() <= row.items()]
+    first, second = (over(speed[OURS], speed[LLAMA]) for speed in speeds[:2])
+    later = f"{second:.0f} times as many at {POSITIONS[1]:,}"
+    return f"{first:.1f} times as many tokens a second at position {POSITIONS[0]}, and {later}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", choices=list(SIZES), default=list(SIZES))
