@@ -38,14 +38,14 @@ def subject(name: str) -> Subject:
     return Subject(name, "eager", resolve(name, vocab_size=256))
 
 
-def measured(cases: list[Case], names: list[str], rounds: int) -> dict[tuple[str, Case], float | None]:
+def measured(cases: list[Case], names: list[str], rounds: int, seconds: float) -> dict[tuple[str, Case], float | None]:
     """The median seconds of a step of each model in each case.
 
     All take turns, because the machine is not equally fast at all times. A step is repeated, as in generation: each model has
     the caches of the processor to itself.
     """
     steps = {(name, case): prepare(subject(name), case, CPU).step for case in cases for name in names}
-    return median_seconds(steps, rounds, partial(synchronized, CPU), min_seconds=0.05)
+    return median_seconds(steps, rounds, partial(synchronized, CPU), min_seconds=seconds)
 
 
 def main() -> None:
@@ -56,10 +56,11 @@ def main() -> None:
     training = [Case("train", length, precision, max(1, TOKENS // length)) for length in LENGTHS]
     generation = [Case("decode", position, "fp32", 1) for position in POSITIONS]
     with freed_memory_kept():  # as in training
-        seconds = measured(training[:-1], NAMES, rounds) | measured(training[-1:], NAMES[:2], 1)
+        seconds = measured(training[:-1], NAMES, rounds, 0.05) | measured(training[-1:], NAMES[:2], 1, 0.05)
         slow = prepare(subject(PRESETS[-1]), training[-1], CPU).step
         seconds[PRESETS[-1], training[-1]] = timed(slow, 1, partial(synchronized, CPU))
-        seconds |= measured(generation, PRESETS, 4 * rounds)
+        # Turns of a second: a decoder may begin with the threads that the turn before needed.
+        seconds |= measured(generation, PRESETS, 2 * rounds, 1.0)
     rows: list[dict[str, object]] = [
         {
             "what": "generation" if case.measure == "decode" else "training",
