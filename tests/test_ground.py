@@ -5,6 +5,7 @@ import json
 import mmap
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -265,8 +266,34 @@ def test_large_pages_are_asked_for_and_hold_what_was_there() -> None:
         use_large_pages([(address, large)], now=False)
         assert "hg" in mapping_of(address)["VmFlags"].split()
         del view
-    if tuple(map(int, platform.release().split(".")[:2])) >= (6, 1) and free_large_pages() > 16:
+    version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    if version >= (6, 1) and "[never]" not in LARGE_PAGES.read_text() and free_large_pages() > 16:
         assert int(moved.split()[0]) * 1024 >= 6 * large
+
+
+HEAP = """
+import ctypes
+from pathlib import Path
+from lineartime import host
+host.memory_bytes = lambda: 12 * 2**30
+library = ctypes.CDLL(None)
+library.sbrk.restype = ctypes.c_void_p
+before = library.sbrk(0)
+with host.freed_memory_kept():
+    print(library.sbrk(0) - before)
+    heap = Path("/proc/self/smaps").read_text().split("[heap]")[1:]
+    print(any("hg" in part.split("VmFlags:")[1].splitlines()[0].split() for part in heap))
+"""
+
+
+@pytest.mark.skipif(not LARGE_PAGES.exists(), reason="this system has no large pages to give")
+def test_heap_of_steps_grows_once_in_large_pages_on_a_machine_with_more_memory_than_an_int_can_say() -> None:
+    if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+        pytest.skip("the C library is not GNU's")
+    ran = subprocess.run([sys.executable, "-c", HEAP], capture_output=True, text=True, check=True)
+    grown, large = ran.stdout.split()
+    assert int(grown) > 2**30
+    assert large == "True"
 
 
 def free_large_pages() -> int:
@@ -274,9 +301,13 @@ def free_large_pages() -> int:
     return sum(sum(map(int, line.split()[13:])) for line in Path("/proc/buddyinfo").read_text().splitlines())
 
 
-def test_it_tells_the_backend_that_runs_and_why_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_tells_the_backend_that_runs_and_why_others_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(info, "LARGE_PAGES", tmp_path / "enabled")
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
     facts = {fact.name: fact for fact in explain_machine()}
+    assert facts["large pages"].value == "no"
+    assert facts["large pages"].why == f"{tmp_path / 'enabled'} is never, not madvise"
     chosen = choose_backend("auto", ("torch", "tiled", "triton"), torch.empty(0), torch.float32, "relu2")
     assert facts["attention, fp32"].value == chosen == "tiled"
     assert facts["attention, fp32"].why.startswith("not triton: ")

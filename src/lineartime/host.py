@@ -129,7 +129,8 @@ def freed_memory_kept() -> Iterator[None]:
     library.mallopt(_TRIM_THRESHOLD, -1)  # none
     library.malloc.restype = library.sbrk.restype = ctypes.c_void_p
     end = library.sbrk(0)
-    library.mallopt(_TOP_PAD, (memory_bytes() or 0) // 4)  # once, for as much as steps may need; nothing is used yet
+    # Grow once, by as much as steps may need and an int can say; nothing of it is used yet.
+    library.mallopt(_TOP_PAD, min((memory_bytes() or 0) // 4, 2**31 - 1))
     library.free(ctypes.c_void_p(library.malloc(ctypes.c_size_t(MAX_HEAP_BLOCK // 2))))
     library.mallopt(_TOP_PAD, _USUAL_PAD)
     use_large_pages([(end, library.sbrk(0) - end)], now=False)
