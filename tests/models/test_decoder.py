@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.definitions import noisy
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lineartime.errors import ArgumentError
 from lineartime.generation.decoding import Sampling, pick
@@ -59,6 +60,12 @@ def test_weights_move_into_large_pages(preset: str, monkeypatch: pytest.MonkeyPa
     model = build(preset, vocab_size=37, n_blocks=1)
     model.compile_for_decoding()
     assert {(x.data_ptr(), x.nbytes) for x in model.parameters() if x.dim() == 2} <= blocks
+
+
+def test_weights_without_plain_memory_stay_where_they_are() -> None:
+    """Those of tensors of other classes, as packages make that quantize, may have no address."""
+    with FakeTensorMode():
+        build("transformer++-tiny", vocab_size=37, n_blocks=1).compile_for_decoding()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -24,6 +24,7 @@ from lineartime.native import why_not_native
 from lineartime.ops.checks import check_whole
 from lineartime.ops.context import ContextGroup
 from lineartime.ops.cross_entropy import IGNORED, linear_cross_entropy
+from lineartime.ops.modes import has_plain_memory
 
 Weights = Literal["own", "int8"]
 MAX_STRUCTURES = 32
@@ -219,7 +220,7 @@ class CausalLM(LanguageModel):
             why = why_not_native() or "it decodes unmodified FLASH layers with the activation relu2 on a CPU"
             raise ArgumentError("weights", f"is int8, which only the decoder in C++ reads, but {why}: use 'own'.")
         if native is None:  # which has large pages
-            use_large_pages((x.data_ptr(), x.nbytes) for x in self.parameters() if x.device.type == "cpu")
+            use_large_pages((x.data_ptr(), x.nbytes) for x in self.parameters() if has_plain_memory(x))
         return Decoder(self, native)
 
     def quantize(self) -> None:
