@@ -173,7 +173,7 @@ COUNTED = {".py", ".cpp", ".h", ".json"}
 # Lines of each room, as upper bounds in tens; `python tests/test_structure.py` prints what there is now.
 BUDGETS: dict[str, int] = {
     "all source": 29860,
-    "all tests": 21940,
+    "all tests": 21980,
     "baselines": 3160,
     "bench": 640,
     "checkpoint": 550,

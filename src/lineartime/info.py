@@ -2,7 +2,6 @@
 
 import os
 import platform
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,7 +58,7 @@ def explain_machine() -> Iterator[Fact]:
     built = "built at first use, for tiles, steps and small products"
     yield Fact("C++ functions", "no" if reason else "yes", reason or built)
     with suppress(OSError):  # on Linux alone
-        given = "never" not in re.findall(r"\[(\w+)\]", LARGE_PAGES.read_text())
+        given = "[never]" not in LARGE_PAGES.read_text()
         why = "weights and the memory of steps lie in pages of 2 MiB" if given else f"{LARGE_PAGES} is never, not madvise"
         yield Fact("large pages", "yes" if given else "no", why)
     like = torch.empty(0, device=device)
